@@ -158,6 +158,8 @@ def _to_hf(cfg: ExportConfig, target: Path) -> int:
     """As `megaswift convert megatron-to-hf`."""
     source = Path(str(cfg.export.mcore_model))
     words = ["--max_shard_size", cfg.export.max_shard_size, *_dtype(cfg)]
+    if cfg.source.hf_config is not None:
+        words += ["--hf_config", cfg.source.hf_config]
     return megatron_to_hf_command([str(source), str(target), *words]) or _compare(cfg, source, target)
 
 
@@ -179,7 +181,10 @@ def _with_merged(cfg: ExportConfig, target: Path, work: Callable[[ExportConfig, 
     try:
         _merge(cfg, between)
         return work(
-            replace(cfg, source=replace(cfg.source, model=str(between), adapters=(), model_revision=None)), target
+            replace(
+                cfg, source=replace(cfg.source, model=str(between), adapters=(), model_revision=None, hf_config=None)
+            ),
+            target,
         )
     finally:
         shutil.rmtree(between, ignore_errors=True)
@@ -223,6 +228,7 @@ def _quantize(cfg: ExportConfig, target: Path) -> Path:
         model_type=source.model_type,
         use_hf=source.use_hf,
         model_revision=source.model_revision,
+        hf_config=source.hf_config,
         trust_remote_code=source.trust_remote_code,
     )
     if cfg.export.quant_method in CALIBRATED:

@@ -25,7 +25,7 @@ def download_once_per_node(what: Sequence[str], download: Callable[[], Path], fa
     """The file or folder that `download` returns, called by one of this node's ranks. An error of the type `failure` is
     that of the other ranks, too, which do not try again. A process without other ranks calls it directly. `what` tells
     downloads apart."""
-    folder = _private_folder()
+    folder = private_folder()
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= 1 or folder is None:
         return download()
     attempt = [launch_identity(), restart_count(os.environ)]
@@ -61,8 +61,8 @@ def _read(text: str) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def _private_folder() -> Path | None:
-    """A folder of this node that only this user can write; None where there is none."""
+def private_folder() -> Path | None:
+    """Return a folder of this node that only this user can write; None where there is none."""
     folder = Path(tempfile.gettempdir()) / f"megaswift-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -9,10 +9,12 @@ import torch
 
 from megaswift.bridge.checkpoint.hf_view import MegatronSource
 from megaswift.bridge.checkpoint.torch_step import TorchStepSource
+from megaswift.bridge.foreign.source import open_foreign_weights
 from megaswift.bridge.hf.dequantized import open_hf_weights
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths, find_intact_checkpoint
+from megaswift.folders.foreign import ForeignFolder
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
@@ -38,4 +40,8 @@ def open_checkpoint_weight_source(
     checkpoint: CheckpointTensorAndModelPaths, dtype: torch.dtype | None = None
 ) -> WeightSource:
     """Open the weights of a checkpoint: each in the dtype it once had, or all in `dtype`."""
+    if checkpoint.foreign:
+        return open_foreign_weights(
+            ForeignFolder(checkpoint.tensors, checkpoint.tensors, False), checkpoint.model, dtype
+        )
     return MegatronSource.open(checkpoint, dtype) if checkpoint.sharded else TorchStepSource(checkpoint, dtype)

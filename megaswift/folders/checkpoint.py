@@ -4,6 +4,7 @@ DST/.metadata, DST/model/            made by `megaswift convert hf-to-megatron`
 STEP/engine/.metadata, STEP/model/   saved by a run on the native engine
 STEP/engine/state/, STEP/model/      saved by a run on the torch engine
 STEP/manifest.json                   written last: the step is whole
+VIEW/foreign.path                    names the tensors of another program's checkpoint (`foreign_view`)
 OUT/checkpoints/latest.json          names a run's latest
 
 `find_checkpoint` looks at names and manifests. `find_intact_checkpoint` also compares the files of a step with their
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaswift import log
+from megaswift.base.plain_files import read_plain_file
 from megaswift.base.versions import run_folder
 from megaswift.errors import CheckpointError, Problem
 from megaswift.folders.saved_steps import (
@@ -37,6 +39,8 @@ WEIGHTS = (ENGINE, MODEL)
 """The folders of a step that its weights are read from."""
 WHOLE = "state"
 """Within the engine's folder: safetensors of whole tensors, which the torch engine writes."""
+FOREIGN = "foreign.path"
+"""In a folder of ours: the path of another program's checkpoint, whose model it describes."""
 FACTS = "engine.json"
 """Within the engine's folder: what wrote it."""
 
@@ -49,6 +53,8 @@ class CheckpointTensorAndModelPaths:
     """The torch_dist folder; of the torch engine the folder of `WHOLE`."""
     model: Path
     """config.json, tokenizer and what else makes it a model."""
+    foreign: bool = False
+    """Whether another program wrote the tensors."""
 
     @property
     def sharded(self) -> bool:
@@ -104,6 +110,8 @@ def _find(
 
 
 def _parts(folder: Path) -> CheckpointTensorAndModelPaths | None:
+    if (folder / FOREIGN).is_file():
+        return CheckpointTensorAndModelPaths(Path(read_plain_file(folder / FOREIGN).decode()), folder, True)
     owner = folder.parent if folder.name == MODEL else folder
     for tensors in (owner, owner / ENGINE):
         if (tensors / TABLES).is_file():

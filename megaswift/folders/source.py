@@ -13,10 +13,12 @@ from typing import Protocol
 
 from megaswift.base.plain_files import read_plain_file
 from megaswift.base.versions import run_folder
-from megaswift.errors import Problem, WeightsError, first_line, missing_path_hint
+from megaswift.errors import CheckpointError, Problem, WeightsError, first_line, missing_path_hint
 from megaswift.folders.adapter import CONFIG as ADAPTERS
 from megaswift.folders.adapter import adapter_given_as_model_problem
 from megaswift.folders.checkpoint import find_checkpoint, find_intact_checkpoint
+from megaswift.folders.foreign import find_foreign_folder, foreign_without_config_problem
+from megaswift.folders.foreign_view import foreign_model_view
 from megaswift.folders.saved_steps import MARKER
 from megaswift.inference.options.commands import ModelPathOptions
 from megaswift.inference.options.parser import ParsedCommand
@@ -56,6 +58,10 @@ class ModelNameOptions(Protocol):
     def model_revision(self) -> str | None:
         """Branch, tag or commit of an id."""
 
+    @property
+    def hf_config(self) -> str | None:
+        """The Hugging Face folder with the configuration of another program's checkpoint."""
+
 
 def locate_model(model: ModelNameOptions, weights: bool = True, verify: bool | None = None) -> Path:
     """The folder of the model. `weights` False: configuration and tokenizer are enough.
@@ -65,6 +71,17 @@ def locate_model(model: ModelNameOptions, weights: bool = True, verify: bool | N
     """
     name = str(model.model)
     path = Path(name).expanduser()
+    if path.is_dir() and (foreign := find_foreign_folder(path)) is not None:
+        if model.hf_config is None:
+            raise CheckpointError(foreign_without_config_problem(f"--model {name}"))
+        if foreign.legacy:
+            fix = f"megaswift convert megatron-to-hf {name} DST --hf_config {model.hf_config}, then --model DST"
+            rule = "is a checkpoint in Megatron-LM's legacy format: pickles, which only convert reads"
+            raise CheckpointError(Problem(f"--model {name}", rule, fix))
+        return foreign_model_view(foreign.tensors, Path(model.hf_config).expanduser())
+    if model.hf_config is not None:
+        rule = f"is for checkpoints of other programs, and --model {name} is none"
+        raise CheckpointError(Problem(f"--hf_config {model.hf_config}", rule, "leave it out"))
     if path.is_dir():
         return _folder(path, name, weights if verify is None else verify)
     if path.exists():

@@ -172,7 +172,7 @@ def load_reward_models(
         )
         names.add(name)
         try:
-            models.append(_made(replace(options, model=folder), name))
+            models.append(_made(replace(options, model=folder, hf_config=None), name))
         except WeightsError as error:
             problems += error.problems
     if problems:

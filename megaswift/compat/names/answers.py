@@ -29,10 +29,7 @@ _TRACKER = (
 )
 _EVAL = "--val_dataset FILE and --eval_steps N; benchmarks: --eval_tasks NAME..."
 
-_MCORE = (
-    "export it to a Hugging Face folder DST with the toolkit that wrote it (one of megaswift: megaswift convert "
-    "megatron-to-hf SRC DST)"
-)
+_MCORE = "megaswift convert megatron-to-hf SRC DST --hf_config DIR, DIR being the model's Hugging Face folder"
 
 NAMES_ELSEWHERE: dict[str, str] = {
     # models and precision
@@ -49,7 +46,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "device_map": "--engine fsdp2 or --tensor_parallel_size N; device_map is an option of megaswift infer",
     "max_memory": "--engine fsdp2 or --tensor_parallel_size N; max_memory is an option of megaswift infer",
     "mcore_model": _MCORE + ", then --model DST",
-    "mcore_adapter": "--adapters DIR, a PEFT folder",
+    "mcore_adapter": _MCORE + ", then --adapters DST",
     "ref_load": _MCORE + ", then --ref_model DST",
     "mcore_ref_model": _MCORE + ", then --ref_model DST",
     "pretrained_checkpoint": "--model DIR, a Hugging Face model folder",

@@ -17,11 +17,8 @@ from megaswift.options.sources import GivenOptionValue
 from megaswift.options.tasks import RL, TASKS
 from megaswift.options.values import FALSE
 
-_EXPORT = {
-    MEGATRON_LM: "export it to a Hugging Face folder MODEL, by AutoBridge.export_ckpt of Megatron-Bridge for example",
-    MEGATRON_SWIFT: "swift export --mcore_model DIR --to_hf true --output_dir MODEL with ms-swift",
-}
-"""How a checkpoint becomes a model folder: with the tools of its own toolkit, because there is no importer here."""
+_CONVERT = "megaswift convert megatron-to-hf DIR MODEL --hf_config HF, HF being the model's Hugging Face folder"
+"""How a checkpoint of another toolkit becomes a model folder."""
 
 
 def with_own_meanings(run: MigratedRun, givens: Iterable[GivenOptionValue], folder: Path) -> list[GivenOptionValue]:
@@ -61,9 +58,7 @@ def _llama_factory(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenO
 
 def _megatron(run: MigratedRun, given: GivenOptionValue) -> Iterator[GivenOptionValue]:
     if given.name == "load":
-        run.ask(
-            given.label, f"checkpoints of {run.toolkit} cannot be read", f"{_EXPORT[run.toolkit]}, then model: MODEL"
-        )
+        run.ask(given.label, f"a checkpoint of {run.toolkit} is converted first", f"{_CONVERT}; then model: MODEL")
     elif given.name == "num_workers":
         yield replace(given, name="dataloader_num_workers")
     else:

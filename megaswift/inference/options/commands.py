@@ -53,6 +53,11 @@ class ModelPathOptions:
     )
     use_hf: bool = option(True, "Hub for IDs and uploads: Hugging Face; false: ModelScope", common=("infer", "deploy"))
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
+    hf_config: str | None = option(
+        None,
+        "For a checkpoint of Megatron-LM, ms-swift or Megatron-Bridge: the model's Hugging Face folder",
+        metavar="DIR",
+    )
     trust_remote_code: bool = option(
         False, "Allow Python code from the model folder to run", common=("infer", "deploy")
     )

@@ -44,6 +44,11 @@ class ModelConfig:
     model_type: str | None = option(None, "Model type that config.json must have; default: any", metavar="TYPE")
     use_hf: bool = option(True, "Hub for models, data and push_to_hub: Hugging Face; false: ModelScope")
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
+    hf_config: str | None = option(
+        None,
+        "For a checkpoint of Megatron-LM, ms-swift or Megatron-Bridge: the model's Hugging Face folder",
+        metavar="DIR",
+    )
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")
     rope_scaling: str | None = option(
         None,

@@ -147,17 +147,15 @@ def test_an_option_given_twice_is_told(tmp_path: Path) -> None:
     assert "learning_rate: 2.0e-05" in text and "- --lr 1e-4: --learning_rate 2e-5 comes later" in text
 
 
-def test_a_foreign_checkpoint_is_not_sent_to_our_converter(tmp_path: Path) -> None:
-    """`megaswift convert megatron-to-hf` reads megaswift's own checkpoints only."""
-    for start, answer in (
-        ("pretrain_gpt.py --micro-batch-size 1 --lr 1e-4", "Megatron-Bridge"),
-        ("megatron sft --model m/n", "swift export --mcore_model DIR --to_hf true"),
-    ):
+def test_a_foreign_checkpoint_is_converted_first(tmp_path: Path) -> None:
+    """`megaswift convert megatron-to-hf` reads checkpoints of both."""
+    for start in ("pretrain_gpt.py --micro-batch-size 1 --lr 1e-4", "megatron sft --model m/n"):
         (tmp_path / "run.sh").write_text(f"{'torchrun ' * start.startswith('pre')}{start} --load /checkpoint\n")
         main([str(tmp_path / "run.sh"), "--output", str(tmp_path / "run.yaml"), "--overwrite"])
         text = (tmp_path / "run.yaml").read_text()
         line = next(line for line in text.splitlines() if "--load /checkpoint" in line)
-        assert answer in line and "megatron-to-hf" not in line and "resume_from_checkpoint" not in text
+        assert "megaswift convert megatron-to-hf DIR MODEL --hf_config HF" in line
+        assert "resume_from_checkpoint" not in text
 
 
 def test_workers_of_megatron_s_loader_are_not_ray_s(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""`--model` names a checkpoint of another program, `--hf_config` the folder of its model: training and inference start
+from its weights.
+
+Covers: megaswift/folders/foreign.py, megaswift/bridge/weight_source.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.bridge.convert.to_megatron import HfToMegatronOptions, hf_to_megatron
+from megaswift.bridge.weight_source import open_weights
+from megaswift.errors import UserError
+from megaswift.folders.source import locate_model, missing_model_file_problems
+from megaswift.inference.model import load_config_tokenizer_and_processor, load_model_and_prompt_device
+from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
+from megaswift.trainers.hooks.metrics import read_lines
+from tests.bridge.folders import tensors_of
+from tests.trainers.inputs import logits, write_conversations, write_model
+from tests.trainers.runs import run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder."""
+    return write_model(tmp_path_factory.mktemp("model") / "hf")
+
+
+@pytest.fixture(scope="module")
+def foreign(folder: Path) -> Path:
+    """Its weights as Megatron-LM keeps them."""
+    return hf_to_megatron(folder, folder.parent / "megatron", HfToMegatronOptions({"tp": 2}, megatron_lm=True))
+
+
+def options(model: Path, hf_config: Path | None = None) -> ModelLoadingOptions:
+    return ModelLoadingOptions(model=str(model), hf_config=None if hf_config is None else str(hf_config))
+
+
+def test_the_folder_that_stands_for_a_checkpoint(folder: Path, foreign: Path) -> None:
+    view = locate_model(options(foreign, folder))
+    assert locate_model(options(foreign / "release", folder)) == view and not missing_model_file_problems(view, False)
+    assert json.loads((view / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert (view / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert not [*view.glob("*.safetensors")]
+    weights = open_weights(view)
+    want = tensors_of(folder)
+    assert set(weights.names()) == set(want)
+    assert all(torch.equal(weights.slice(name), tensor) for name, tensor in want.items())
+
+
+def test_other_files_are_another_folder(folder: Path, foreign: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    first = locate_model(options(foreign, copy))
+    (copy / "generation_config.json").write_text('{"temperature": 0.5}')
+    second = locate_model(options(foreign, copy))
+    assert first != second and json.loads((second / "generation_config.json").read_text()) == {"temperature": 0.5}
+
+
+def test_mistakes(folder: Path, foreign: Path, tmp_path: Path) -> None:
+    legacy = tmp_path / "iter_0000001" / "mp_rank_00"
+    legacy.mkdir(parents=True)
+    (legacy / "model_optim_rng.pt").write_bytes(b"x")
+    told: list[tuple[Any, str]] = [
+        (options(foreign), "--model .* is a checkpoint of another program(.|\n)*--hf_config DIR"),
+        (
+            options(tmp_path, folder),
+            f"legacy(.|\n)*megaswift convert megatron-to-hf {tmp_path} DST --hf_config {folder}",
+        ),
+        (options(folder, folder), "--hf_config .*: is for checkpoints of other programs"),
+        (options(foreign, tmp_path), "--hf_config .*: has no config.json"),
+        (options(foreign, tmp_path / "none"), "--hf_config .*: has no config.json"),
+    ]
+    for given, words in told:
+        with pytest.raises(UserError, match=words):
+            locate_model(given)
+
+
+def test_inference(folder: Path, foreign: Path) -> None:
+    found = []
+    for given in (options(folder), options(foreign, folder)):
+        prepared = load_config_tokenizer_and_processor(given, None)
+        found.append(logits(load_model_and_prompt_device(prepared, PlacementOptions())[0]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("engine", [["--tp", "2"], ["--engine", "fsdp2"]], ids=["native", "fsdp2"])
+def test_training(engine: list[str], folder: Path, foreign: Path, tmp_path: Path) -> None:
+    data = str(write_conversations(tmp_path / "data.jsonl"))
+    losses = []
+    for number, model in enumerate((["--model", str(folder)], ["--model", str(foreign), "--hf_config", str(folder)])):
+        out = tmp_path / f"out-{number}"
+        words = [*model, "--dataset", data, "--per_device_train_batch_size", "4", "--max_steps", "3", *engine]
+        run(words, out, "--logging_steps", 1)
+        losses.append([line["loss"] for line in read_lines(out / "metrics.jsonl")])
+    assert losses[0] == losses[1] and len(losses[0]) == 3
