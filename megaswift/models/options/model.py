@@ -46,7 +46,7 @@ class ModelConfig:
     model_revision: str | None = option(None, "Branch, tag or commit of the hub ID", metavar="REV")
     hf_config: str | None = option(
         None,
-        "For a checkpoint of Megatron-LM, ms-swift or Megatron-Bridge: the model's Hugging Face folder",
+        "The model's Hugging Face folder, for a Megatron checkpoint of another program",
         metavar="DIR",
     )
     trust_remote_code: bool = option(False, "Allow Python code from the model folder to run")

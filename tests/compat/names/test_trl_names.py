@@ -92,7 +92,6 @@ def test_every_field_has_an_answer(cls: str, which: str) -> None:
 ANSWERS = [
     ("sft", "--assistant_only_loss true --loss_scale all", "conflicts with --loss_scale all", "leave one of the two"),
     ("sft", "--assistant_only_loss false", "only the assistant's turns", "--loss_scale all"),
-    ("sft", "--loss_type dft", "the loss of a token is its cross-entropy", "leave it out"),
     ("sft", "--chat_template_kwargs {\"x\":1}", "enable_thinking", "--enable_thinking true or false"),
     ("sft", "--dataset_config c --dataset_name a b", "conflicts", "keep one of the two"),
     ("grpo", "--shuffle_dataset false", "rows are shuffled", "--shuffle false"),
@@ -114,6 +113,7 @@ TRANSLATED = [
     ("sft", '--chat_template_kwargs {"enable_thinking":false}', "enable_thinking", False),
     ("sft", "--lora", "train_type", "lora"),
     ("sft", "--qlora true", "train_type", "qlora"),
+    ("sft", "--loss_type dft", "enable_dft_loss", True),
 ]
 
 
