@@ -47,6 +47,7 @@ _OPTIONS = {
     "model_author": "--model_author",
     "columns": "--columns",
     "classes": "--class_names, --num_labels or --problem_type",
+    "encoder": "--max_length or --truncation_strategy, which cut an encoder's texts",
 }
 """What tokens depend on, and the option that says so."""
 
@@ -72,6 +73,7 @@ def token_dependencies(spec: EncodeSpec) -> dict[str, Any]:
         "model_author": list(spec.placeholders.get("{{AUTHOR}}", ())),
         "columns": spec.columns,
         "classes": [spec.class_names, spec.num_labels, spec.problem_type] if spec.num_labels else None,
+        "encoder": asdict(spec.encoder) if spec.encoder is not None else None,
     }
 
 
@@ -214,6 +216,6 @@ def read_cached_dataset(
 
 
 def _difference(what: str, key: str, was: dict[str, Any], now: dict[str, Any]) -> Problem:
-    shown = key not in ("tokenizer", "processor", "chat_template", "special_tokens", "loss_scale")
+    shown = key not in ("tokenizer", "processor", "chat_template", "special_tokens", "loss_scale", "encoder")
     values = f": {was.get(key)!r}, but {now[key]!r} in this run" if shown else " than this run has"
     return Problem(what, f"was made with another value of {_OPTIONS[key]}{values}")
