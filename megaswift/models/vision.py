@@ -11,7 +11,7 @@ from megaswift.engine.options.engine_checks import capabilities_of
 from megaswift.errors import Problem
 from megaswift.options.tasks import VISION_TASKS
 
-PACKED = ("idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
+PACKED = ("idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types whose packed documents have the loss and gradients of separate ones (`tests/parity/test_vision.py`).
 Gemma 3's do not."""
 PACKED_TEXT = ("llama", "mistral", "qwen2", "qwen3")

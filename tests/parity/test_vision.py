@@ -29,7 +29,11 @@ CASES = [
         if (kind, engine) not in (("qwen2_vl", "ddp"), ("gemma3", "fsdp2"))
     ),
     *(pytest.param(kind, "ddp", 1, marks=pytest.mark.slow) for kind in vision.KINDS),
-    *(pytest.param(kind, engine, 2, marks=pytest.mark.slow) for kind in ("qwen2_vl", "llava") for engine in ZERO),
+    *(
+        pytest.param(kind, engine, 2, marks=pytest.mark.slow)
+        for kind in ("qwen2_vl", "llava", "qwen3_vl_moe")
+        for engine in ZERO
+    ),
 ]
 Made = dict[str, tuple[Path, Path, vision.Reference]]
 

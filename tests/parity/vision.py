@@ -109,19 +109,29 @@ def _qwen2_5_vl(tokens: Any) -> tuple[Any, Any]:
     return Qwen2_5_VLForConditionalGeneration(config), Files(tokens, images, "Qwen2_5_VLProcessor")
 
 
-def _qwen3_vl(tokens: Any) -> tuple[Any, Any]:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+def _qwen3_vl(tokens: Any, **experts: int) -> tuple[Any, Any]:
+    from transformers import (
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLMoeConfig,
+        Qwen3VLMoeForConditionalGeneration,
+    )
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     text = {k: v for k, v in TEXT.items() if k not in ("bos_token_id", "eos_token_id")}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    config = Qwen3VLConfig(
-        text_config=text | {"rope_parameters": rope},
+    config = (Qwen3VLMoeConfig if experts else Qwen3VLConfig)(
+        text_config=text | experts | {"rope_parameters": rope},
         vision_config=QWEN_TOWER | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         **MARKS,
     )
     images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 512})
-    return Qwen3VLForConditionalGeneration(config), Files(tokens, images, "Qwen3VLProcessor")
+    model = (Qwen3VLMoeForConditionalGeneration if experts else Qwen3VLForConditionalGeneration)(config)
+    return model, Files(tokens, images, "Qwen3VLProcessor")
+
+
+def _qwen3_vl_moe(tokens: Any) -> tuple[Any, Any]:
+    return _qwen3_vl(tokens, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 
 
 def _llava_next(tokens: Any) -> tuple[Any, Any]:
@@ -227,6 +237,7 @@ KINDS = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "llava": _llava,
     "llava_next": _llava_next,
     "gemma3": _gemma3,

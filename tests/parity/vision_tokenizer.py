@@ -23,7 +23,7 @@ SPECIAL = [
 ]
 VOCAB = [*SPECIAL, *WORDS]
 QWEN, QWEN_VIDEO = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
-PLACEHOLDER = {"qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "gemma3": "<boi>"}
+PLACEHOLDER = {"qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "gemma3": "<boi>"}
 VIDEO_PLACEHOLDER = {kind: QWEN_VIDEO for kind in PLACEHOLDER if "qwen" in kind} | {"internvl": "<|video_pad|>"}
 TEMPLATE = (
     "{%% macro body(c) %%}{%% if c is string %%}{{ c }}{%% else %%}{%% for p in c %%}{%% if p['type'] == 'image' "

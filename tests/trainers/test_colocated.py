@@ -132,7 +132,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     """The life of a worker (on the ranks): a run that writes down what malloc has given out in each phase."""
     from megaswift import device_copy
     from megaswift.commands.training import main
-    from megaswift.engine.megatron import offload
+    from megaswift.engine import storage_offload
     from megaswift.engine.megatron.engine import MegatronEngine
     from megaswift.rollout.backends.transformers_sampler import TransformersSampler
     from megaswift.run import policy_task
@@ -144,7 +144,7 @@ def work(rank: int, world: int, command: tuple[str, list[str], str]) -> None:
     def allocate(size: int) -> torch.Tensor:
         return torch.from_file(str(next(host)), True, size, dtype=torch.uint8)
 
-    offload.is_host_storage, device_copy.allocate_host_memory = lambda storage: False, allocate
+    storage_offload.is_host_storage, device_copy.allocate_host_memory = lambda storage: False, allocate
     generate, update, train = (
         TransformersSampler.generate,
         TransformersSampler.update_weights,

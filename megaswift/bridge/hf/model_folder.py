@@ -21,12 +21,31 @@ from megaswift.models.family import read_config_json
 from megaswift.models.quantization import unreadable_quantization_problem
 
 
+class WholeShapes:
+    """A transformers model whose parameters have their whole shapes, also where a rank holds parts of them (ZeRO-3).
+
+    Conversions of transformers that transpose only what has another shape than the parameter ask for these.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, target: str) -> Tensor:
+        """Return a parameter, or a tensor without memory of its shape."""
+        parameter = self._model.get_parameter(target)
+        shape = getattr(parameter, "ds_shape", None)
+        return parameter if shape is None else torch.empty(shape, device="meta")
+
+
 def tensors_by_disk_name(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's whole tensors by the names, and in the pieces, that checkpoints of its family have."""
     from transformers.core_model_loading import revert_weight_conversion
 
     untied = {name: tensor for name, tensor in state.items() if name not in tied_tensor_names(model)}
-    return dict(revert_weight_conversion(cast(Any, model), untied))
+    return dict(revert_weight_conversion(cast(Any, WholeShapes(model)), untied))
 
 
 def tied_tensor_names(model: nn.Module) -> set[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaswift.bridge.hf.model_folder import WholeShapes
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.engine.torch.adapters.peft_names import name_without_adapters
 
@@ -43,7 +44,7 @@ class ConversionGroup:
             once.add_tensor(self.target, name, pattern, tensors[name])
         return {
             name: converted[0] if isinstance(converted, list) else converted
-            for name, converted in once.convert(self.target, model=model, config=model.config).items()
+            for name, converted in once.convert(self.target, model=WholeShapes(model), config=model.config).items()
         }
 
 

@@ -127,6 +127,7 @@ class ZeroWholeTensorAccess:
             param.data.copy_(value)
 
     def _put_shard(self, param: Any, kind: str, value: Tensor) -> None:
+        assert value.shape == param.ds_shape, f"{tuple(value.shape)} for a parameter of {tuple(param.ds_shape)}"
         group = param.ds_process_group
         size = param.ds_tensor.ds_numel
         padded = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size(group) - value.numel()))

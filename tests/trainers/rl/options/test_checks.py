@@ -156,7 +156,6 @@ CLASHING = [
     ("async_generation", "--async_generation --offload_model"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --environment e.py:E"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --async_generation"),
-    ("offload_model", "--engine ddp --offload_model"),
     ("train_type", "--engine ddp --train_type boft --quantization_bit 4"),
     ("adapters", "ppo --train_type lora --adapters d"),
     ("freeze_parameters", "ppo --freeze_parameters norm"),
