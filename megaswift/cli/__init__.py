@@ -205,6 +205,12 @@ def _doctor(argv: list[str]) -> int:
     return doctor(argv)
 
 
+def _bisect(argv: list[str]) -> int:
+    from megaswift.commands.bisect import main as bisect
+
+    return bisect(argv)
+
+
 CONFIG_USAGE = """\
 megaswift config [TASK] FILE [--name value ...]     check a configuration and print it with all defaults
 megaswift config pt --lr 1e-4 ...                   the same without a file (default task: sft)
@@ -232,6 +238,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "submit": ("submit a run as a job of a cluster", _submit),
     "jobs": ("status, output and end of submitted jobs", _jobs),
     "bench": ("measure communication for each group of a parallel layout", _bench),
+    "bisect": ("compare a step of a run with Hugging Face, tensor by tensor", _bisect),
     "doctor": ("check packages, devices, network and other nodes", _doctor),
 }
 
@@ -246,6 +253,7 @@ PLAIN_COMMANDS = (
     "submit",
     "jobs",
     "bench",
+    "bisect",
     "doctor",
 )
 """Commands whose words are no options of a table, which checks each value."""

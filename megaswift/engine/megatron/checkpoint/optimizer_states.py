@@ -115,6 +115,20 @@ def _whole(part: MegatronOptimizer) -> Iterator[StateSlice]:
         yield StateSlice(weight, 0, weight.numel(), False, _kept({MAIN: main, **state}, weight))
 
 
+def main_weights(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """(Weight, first element, the tensor that the optimizer of this rank changes in its place, of the elements from
+    there on) of every weight that trains here. Such a tensor has the clipped gradient in `grad` after a step."""
+    for part in optimizer_parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            yield from ((weight, ranges["param"].start, _shard(part, weight)) for weight, ranges in _owned(part))
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            for half, main in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+                yield from ((weight, 0, own) for weight, own in zip(half, main, strict=True))
+            yield from ((p, 0, p) for group in part.fp32_from_fp32_groups for p in group)
+        else:
+            yield from ((p, 0, p) for group in part.optimizer.param_groups for p in group["params"])
+
+
 def _kept(tensors: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
     """Without the step counter, and without a main weight that is the weight itself."""
     main = tensors.get(MAIN)

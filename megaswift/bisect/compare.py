@@ -1,0 +1,252 @@
+"""Compares a trace with a reference tensor by tensor, on each rank by itself.
+
+The reference is the Hugging Face model in a wider dtype. The tolerance of a tensor is 4 x the largest difference from
+it of the model in the run's own dtype, in five runs whose weights are perturbed by one unit in the last place.
+Differences are root mean squares over the elements that a rank holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaswift.bisect.placement import Placement, plan_entry
+from megaswift.bisect.reference import Microbatch, ReferenceStep, rows_of
+from megaswift.bisect.trace import INPUT, KINDS, LOSS, OF_PARAMETERS, Entry, RankTrace, Trace
+from megaswift.parallel.layout import Coordinates
+
+RUNS = 5
+FACTOR = 4.0
+
+
+Order = tuple[int, int, int, float, str]
+"""(Kind, data-parallel rank, micro-batch, place in the order of computation, name)."""
+
+
+@dataclass
+class Verdict:
+    """A tensor of a rank against the reference's."""
+
+    rank: int
+    place: Coordinates
+    kind: str
+    name: str
+    microbatch: int | None
+    difference: float
+    """Root mean square, over that of the reference's tensor; absolute where that is 0."""
+    expected: float = 0.0
+    """The tolerance, in the same unit."""
+    order: Order = (0, 0, 0, 0, "")
+
+    @property
+    def bad(self) -> bool:
+        """Whether the difference is beyond the tolerance, or is no number."""
+        return not self.difference <= self.expected
+
+
+@dataclass
+class Comparison:
+    """All verdicts, in the order of computation, and the names without a counterpart."""
+
+    verdicts: list[Verdict]
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Verdict | None:
+        """The first tensor that differs; of several ranks the one that is furthest beyond its tolerance."""
+        bad = [v for v in self.verdicts if v.bad]
+        if not bad:
+            return None
+        same = [v for v in bad if v.order == bad[0].order]
+        return max(same, key=lambda v: v.difference / v.expected if v.expected else math.inf)
+
+    def like(self, verdict: Verdict) -> list[Verdict]:
+        """The same tensor on all ranks that have it."""
+        return [v for v in self.verdicts if v.order == verdict.order]
+
+
+@dataclass
+class _Held:
+    """A rank's tensor while it is compared: the reference's part of the same elements."""
+
+    verdict: Verdict
+    entry: Entry
+    like: Tensor
+    base: Tensor
+    scale: float
+
+
+def inputs_of(trace: Trace) -> dict[Microbatch, dict[str, Tensor]]:
+    """The rows of every micro-batch, from the first rank of each data-parallel replica."""
+    rows: dict[Microbatch, dict[str, Tensor]] = {}
+    for rank in range(trace.layout.world_size):
+        place = trace.layout.coordinates(rank)
+        if place.tp == place.cp == place.pp == 0:
+            for entry, tensor in trace.rank(rank).tensors.items():
+                if entry.kind == INPUT and entry.microbatch is not None:
+                    rows.setdefault((place.dp, entry.microbatch), {})[entry.name] = tensor
+    return dict(sorted(rows.items()))
+
+
+def compare(
+    trace: Trace,
+    placement: Placement,
+    base: ReferenceStep,
+    perturbed: Iterable[ReferenceStep],
+    center: ReferenceStep | None = None,
+) -> Comparison:
+    """Compare every tensor of a trace with the reference.
+
+    Args:
+        trace: The trace of the run.
+        placement: What each rank holds.
+        base: The reference.
+        perturbed: The same steps from perturbed weights, from which the tolerances follow.
+        center: The step around which `perturbed` lie; None: `base`.
+    """
+    rows = inputs_of(trace)
+    ranks = list(trace.ranks())
+    order = base.order()
+    found = Comparison(list(_inputs(trace, ranks, rows)))
+    held: list[_Held] = []
+    skipped: set[str] = set()
+    for trace_of_rank in ranks:
+        place = trace.layout.coordinates(trace_of_rank.rank)
+        for entry, tensor in trace_of_rank.tensors.items():
+            if entry.kind == INPUT:
+                continue
+            own, part = _parts(entry, tensor, base, placement, rows, place)
+            if part is None or own is None:
+                skipped.add(f"{entry.name} ({entry.kind})")
+                continue
+            scale = _rms(part)
+            floor = torch.finfo(tensor.dtype).eps * scale
+            verdict = Verdict(
+                trace_of_rank.rank, place, entry.kind, entry.name, entry.microbatch, _rms(own.double() - part.double())
+            )
+            verdict.order = _order(entry, place, order)
+            verdict.expected = floor
+            held.append(_Held(verdict, entry, tensor, part, scale))
+    around = base if center is None else center
+    if center is not None:
+        for one in held:
+            _, part = _parts(one.entry, one.like, center, placement, rows, one.verdict.place)
+            assert part is not None
+            one.base = part
+    for step in perturbed:
+        whole = _WholeNoise(around, step, placement)
+        for one in held:
+            _, part = _parts(one.entry, one.like, step, placement, rows, one.verdict.place)
+            assert part is not None
+            noise = max(_rms(part.double() - one.base.double()), whole.of(one.entry, one.verdict.place.dp))
+            one.verdict.expected = max(one.verdict.expected, noise)
+    for one in held:
+        unit = one.scale or 1.0
+        one.verdict.difference /= unit
+        one.verdict.expected *= FACTOR / unit
+        found.verdicts.append(one.verdict)
+    found.verdicts.sort(key=lambda v: (v.order, v.rank))
+    found.skipped = sorted(skipped)
+    return found
+
+
+class _WholeNoise:
+    """How far whole tensors move in one perturbed step: of a shard with few elements it may be little by chance."""
+
+    def __init__(self, base: ReferenceStep, step: ReferenceStep, placement: Placement) -> None:
+        self.base = base
+        self.step = step
+        self.placement = placement
+        self._known: dict[tuple[Any, ...], float] = {}
+
+    def of(self, entry: Entry, dp: int) -> float:
+        """The root mean square over all elements."""
+        parameter = entry.kind in OF_PARAMETERS
+        key = (entry.kind, entry.name, None if parameter else (dp, entry.microbatch))
+        if key not in self._known:
+            pairs: list[tuple[Tensor, Tensor]] = []
+            if parameter:
+                found = plan_entry(self.placement.plan, entry.name)
+                a, b = self.base.parameters[entry.kind], self.step.parameters[entry.kind]
+                pairs = [] if found is None else [(a[name], b[name]) for name in found.hf]
+            else:
+                pairs = [(self.base.activations[key], self.step.activations[key])]  # type: ignore[index]
+            squares = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+            self._known[key] = math.sqrt(squares / sum(a.numel() for a, _ in pairs))
+        return self._known[key]
+
+
+def _parts(
+    entry: Entry,
+    tensor: Tensor,
+    step: ReferenceStep,
+    placement: Placement,
+    rows: Mapping[Microbatch, Mapping[str, Tensor]],
+    place: Coordinates,
+) -> tuple[Tensor | None, Tensor | None]:
+    """(the rank's elements that count, the reference's) of a recorded tensor; None without a counterpart."""
+    if entry.kind in OF_PARAMETERS:
+        known = step.parameters.get(entry.kind)
+        part = None if known is None else placement.cut_parameter(known, entry, tensor.numel(), place)
+        same = part is not None and part.numel() == tensor.numel()
+        return (tensor.reshape(-1), part) if same else (None, None)
+    assert entry.microbatch is not None
+    number = (place.dp, entry.microbatch)
+    whole = step.activations.get((entry.kind, entry.name, number))
+    if whole is None:
+        return None, None
+    if entry.kind == LOSS:
+        return tensor.reshape(-1), whole
+    found = placement.cut_activation(whole, tensor, entry, rows_of(rows[number]), place)
+    if found is None:
+        return None, None
+    part, mask = found
+    return tensor[mask][:, : part.shape[1]], part[mask]
+
+
+def _order(entry: Entry, place: Coordinates, order: Mapping[tuple[str, str], int]) -> Order:
+    """Kinds one after the other; within the passes micro-batch after micro-batch, of parameters from the head down."""
+    kind = KINDS.index(entry.kind)
+    if entry.kind in OF_PARAMETERS:
+        layer = int(entry.name.split(".")[1]) if entry.name.startswith("layers.") else None
+        outer = 1 if entry.name.startswith("embedding") else -math.inf
+        return kind, 0, 0, outer if layer is None else -layer, entry.name
+    return kind, place.dp, entry.microbatch or 0, order.get((entry.kind, entry.name), 0), entry.name
+
+
+def _inputs(
+    trace: Trace, ranks: Iterable[RankTrace], rows: Mapping[Microbatch, Mapping[str, Tensor]]
+) -> Iterator[Verdict]:
+    """Ranks of one data-parallel replica have the same rows."""
+    for one in ranks:
+        place = trace.layout.coordinates(one.rank)
+        for entry, tensor in one.tensors.items():
+            if entry.kind != INPUT or entry.microbatch is None:
+                continue
+            want = rows.get((place.dp, entry.microbatch), {}).get(entry.name)
+            same = want is not None and want.shape == tensor.shape and torch.equal(want, tensor)
+            order: Order = (0, place.dp, entry.microbatch, 0, entry.name)
+            yield Verdict(one.rank, place, INPUT, entry.name, entry.microbatch, 0.0 if same else math.inf, 0.0, order)
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def facts(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as plain values."""
+    place = verdict.place
+    return {
+        "name": verdict.name,
+        "kind": verdict.kind,
+        "microbatch": verdict.microbatch,
+        "rank": verdict.rank,
+        "coordinates": {axis: getattr(place, axis) for axis in ("tp", "cp", "dp", "pp", "ep")},
+        "difference": verdict.difference,
+        "expected": verdict.expected,
+    }

@@ -1,0 +1,135 @@
+"""A step of the native engine, recorded into a trace folder: on the ranks of a run, and the processes for it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megaswift import distributed, log
+from megaswift.config import SwiftConfig
+from megaswift.errors import Problem, UserError
+from megaswift.losses.contract import Batch, Loss
+from megaswift.parallel.layout import Layout
+from megaswift.version import __version__
+
+SLOWEST_S = 3600.0
+MODEL = "model"
+"""Folder of drawn weights, in a trace."""
+
+
+def record_step(engine: Any, microbatches: Sequence[Batch], loss: Loss, lr: float, folder: Path, **more: Any) -> None:
+    """Take one optimizer step of the native engine and write its trace; each rank writes its own files. Collective."""
+    from megaswift.bisect.recorder import StepRecorder
+    from megaswift.bisect.trace import write_index
+
+    recorder = StepRecorder(engine)
+    recorder.record_step(microbatches, loss, lr)
+    recorder.trace.write(folder)
+    if engine.rank == 0:
+        write_index(folder, engine.layout, engine.dtype, program=f"megaswift {__version__}", lr=lr, **more)
+
+
+def record_run(cfg: SwiftConfig, folder: Path) -> None:
+    """Build a run on this rank, take its first step at the full learning rate, and record it. Collective."""
+    from megaswift.run.build import join_processes, load_start_weights
+    from megaswift.run.engines import make_engine
+    from megaswift.run.output import OutputFolder
+    from megaswift.run.plan import RunPlan
+    from megaswift.run.tasks import TASKS
+
+    log.quiet_libraries()
+    processes = join_processes(cfg)
+    task = TASKS.get(cfg.task)
+    outputs = OutputFolder(folder / "run")
+    plan, data = task.read(RunPlan(cfg, processes.spec, processes.folder, processes.context, outputs))
+    engine = make_engine(plan.cfg, plan.spec, plan.folder, plan.context)
+    load_start_weights(plan, engine)
+    if cfg.model.random_init:
+        engine.export(folder / MODEL, plan.folder, dtype=engine.dtype)
+    microbatches = data.source.next()
+    loss = data.loss or task.loss(plan.cfg)
+    record_step(engine, microbatches, loss, plan.cfg.optim.learning_rate, folder, model=str(plan.folder))
+    distributed.barrier()
+    plan.context.close()
+
+
+def record_on_processes(cfg: SwiftConfig, layout: Layout, folder: Path) -> None:
+    """Start the ranks of a layout on this machine, over gloo, and wait for their trace.
+
+    Raises:
+        UserError: A rank met a user's mistake or failed.
+    """
+    import megaswift.engine.megatron.engine  # noqa: F401 - once, and not in every rank
+
+    folder.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    fork = multiprocessing.get_context("fork")
+    world = layout.world_size
+    ranks = [fork.Process(target=_rank, args=(cfg, rank, world, port, folder)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    sentinels = {process.sentinel: process for process in ranks}
+    while sentinels:
+        ended = multiprocessing.connection.wait(list(sentinels), SLOWEST_S)
+        failed = not ended
+        for sentinel in ended:
+            failed |= sentinels.pop(sentinel).exitcode != 0  # type: ignore[call-overload]
+        if failed:
+            for process in sentinels.values():
+                process.join(1.0)
+                process.terminate()
+            break
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise UserError(Problem(f"the step on {layout.describe()}", _reason(folder)))
+
+
+def _rank(cfg: SwiftConfig, rank: int, world: int, port: int, folder: Path) -> None:
+    """The life of a rank."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    output = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    code = 1
+    try:
+        record_run(cfg, folder)
+        code = 0
+    except UserError as error:
+        (folder / f"rank-{rank}.error").write_text(error.message())
+    except Exception as error:  # noqa: BLE001 - the parent tells it
+        (folder / f"rank-{rank}.error").write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _reason(folder: Path) -> str:
+    """What the ranks that failed have said, each text once."""
+    texts = dict.fromkeys(file.read_text().strip() for file in sorted(folder.glob("rank-*.error")))
+    return "failed: " + ("\n".join(texts) or f"see {folder}/rank-*.log")
+
+
+def _free_port() -> int:
+    """A port below those that the system hands out by itself."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -1,0 +1,156 @@
+"""Which part of a whole tensor a rank of a layout holds, in Megatron's order, and the inverse.
+
+Activations are [tokens, columns]: tokens with the position first ([s x b]), by context parallelism in zigzag order and
+by sequence parallelism in parts; columns by tensor parallelism, those of fused products as the weights' rows lie.
+Shards of weights come from the weight plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megaswift.bisect.trace import BACKWARD, OUTPUT, Entry
+from megaswift.bridge.hf.source import Slices
+from megaswift.bridge.plan import PlanEntry, WeightPlan
+from megaswift.models.spec import ModelSpec
+from megaswift.models.weights.rules import TensorParallelShard
+from megaswift.models.weights.table import padded_vocabulary_size
+from megaswift.parallel.layout import Coordinates, Layout
+
+FUSED_NORMS = {
+    "input_layernorm": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Norms that stand alone in Megatron-Core's own layers, and what the weight plan calls their weights."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one micro-batch: how tokens lie."""
+
+    valid: Tensor
+    """bool [b, s]: False on padding."""
+    cu_seqlens: Tensor | None
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """bool [s x b]."""
+        return self.valid.t().reshape(-1)
+
+
+def plan_entry(plan: WeightPlan, parameter: str) -> PlanEntry | None:
+    """The entry of a parameter by its name in a trace: without `decoder.`, and norms as a plain Megatron names them."""
+    for name in (parameter, f"decoder.{parameter}"):
+        if name in plan.by_megatron:
+            return plan.by_megatron[name]
+    stem, _, _ = parameter.rpartition(".")
+    layer, _, norm = stem.rpartition(".")
+    return plan.by_megatron.get(f"decoder.{layer}.{FUSED_NORMS[norm]}") if norm in FUSED_NORMS else None
+
+
+class Placement:
+    """Cuts whole tensors for the ranks of a layout."""
+
+    def __init__(self, plan: WeightPlan, spec: ModelSpec, layout: Layout) -> None:
+        self.plan = plan
+        self.spec = spec
+        self.layout = layout
+        self.padded = padded_vocabulary_size(spec, layout.tp)
+
+    def tokens(self, count: int, rows: Rows, place: Coordinates) -> Tensor | None:
+        """int64 [count]: which of the [s x b] tokens a rank holds; None where no share has so many."""
+        from megaswift.engine.megatron.context_parallel import local_row_positions
+
+        b, s = rows.valid.shape
+        if count == b * s:
+            return torch.arange(b * s)
+        positions = local_row_positions(s, rows.cu_seqlens, self.layout.cp, place.cp)
+        if count * self.layout.tp == len(positions) * b:
+            positions = positions.chunk(self.layout.tp)[place.tp]
+        if count != len(positions) * b:
+            return None
+        return (positions[:, None] * b + torch.arange(b)).reshape(-1)
+
+    def columns(self, name: str, count: int, whole: int, place: Coordinates) -> Tensor | None:
+        """int64 [count]: which of the `whole` columns a rank holds, of the joined outputs of Hugging Face's modules."""
+        tp = self.layout.tp
+        entry = plan_entry(self.plan, f"{name}.weight")
+        if entry is not None and entry.shard == "column":
+            pieces = entry.pieces(TensorParallelShard(tp, place.tp, self.padded))
+            first = torch.tensor([0, *(shape[0] for shape in entry.hf_shapes)]).cumsum(0).tolist()
+            found = [torch.arange(first[p.source] + p.start, first[p.source] + p.stop, p.stride) for p in pieces]
+            joined = torch.cat(found)
+            return joined if len(joined) == count and first[-1] == whole else None
+        if count == whole:
+            return torch.arange(whole)
+        if name == "output_layer":
+            return torch.arange(place.tp * count, (place.tp + 1) * count)
+        if whole == count * tp:
+            return torch.arange(place.tp * count, (place.tp + 1) * count)
+        if count < whole and whole % count == 0:  # more ranks than heads of keys: several have the same one
+            part = place.tp * (whole // count) // tp
+            return torch.arange(part * count, (part + 1) * count)
+        return None
+
+    def cut_activation(
+        self, whole: Tensor, like: Tensor, entry: Entry, rows: Rows, place: Coordinates
+    ) -> tuple[Tensor, Tensor] | None:
+        """(part of a whole tensor [s x b, columns] that a rank holds, bool [tokens]: no padding) of a recorded tensor
+        `like`; None where the shapes do not go together."""
+        tokens = self.tokens(len(like), rows, place)
+        columns = self.columns(entry.name, like.shape[1], whole.shape[1], place)
+        if tokens is None or columns is None:
+            return None
+        if entry.kind == BACKWARD and like.shape[1] < whole.shape[1] < like.shape[1] * self.layout.tp:
+            return None  # ranks that share a head of keys have parts of its gradient
+        beyond = int((columns >= whole.shape[1]).sum())  # of the padded vocabulary
+        part = whole[tokens][:, columns[: len(columns) - beyond]]
+        return part, rows.mask[tokens]
+
+    def cut_parameter(self, whole: Mapping[str, Tensor], entry: Entry, count: int, place: Coordinates) -> Tensor | None:
+        """The flat elements of a rank's shard, from tensors by their Hugging Face names."""
+        found = plan_entry(self.plan, entry.name)
+        if found is None or any(name not in whole for name in found.hf):
+            return None
+        ranks, rank = (self.layout.tp, place.tp) if found.expert is None else (self.layout.etp, place.etp)
+        shard = found.read(_Tensors(whole), ranks, rank, self.padded)
+        return shard.reshape(-1)[entry.start : entry.start + count]
+
+    def join_activation(
+        self, parts: Sequence[tuple[Tensor, Coordinates]], entry: Entry, rows: Rows, whole: int
+    ) -> Tensor | None:
+        """The whole tensor [s x b, columns] of all ranks' parts; of copies the first counts."""
+        joined = torch.zeros(rows.valid.numel(), whole, dtype=parts[0][0].dtype)
+        for part, place in reversed(parts):
+            tokens = self.tokens(len(part), rows, place)
+            columns = self.columns(entry.name, part.shape[1], whole, place)
+            if tokens is None or columns is None:
+                return None
+            inside = columns < whole
+            joined[tokens[:, None], columns[inside]] = part[:, inside]
+        return joined
+
+
+class _Tensors:
+    """Tensors as the weight plan reads files."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def slice(self, name: str, where: Slices) -> Tensor:
+        """A part of a tensor."""
+        return self.tensors[name][tuple(where)]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Its dtype."""
+        return self.tensors[name].dtype
+
+
+def is_activation(entry: Entry) -> bool:
+    """Whether the tensor is [tokens, columns]."""
+    return entry.kind in (OUTPUT, BACKWARD)

@@ -1,0 +1,199 @@
+"""Records one optimizer step of the native engine on a rank: outputs of modules and their gradients, the loss, reduced
+and clipped gradients, and main weights after the step.
+
+A hook sees a module's output as [tokens of this rank, columns of this rank]. Which tokens and columns these are follows
+from the layout (`placement.py`), so nothing about it is recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaswift.bisect.trace import BACKWARD, CLIPPED, FIELDS, GRADIENT, INPUT, LOSS, OUTPUT, WEIGHT, Entry, RankTrace
+from megaswift.engine.megatron.checkpoint.optimizer_states import main_weights
+from megaswift.engine.megatron.engine import MegatronEngine
+from megaswift.engine.megatron.layers.post_norm import ScaledPostNormProjection
+from megaswift.engine.megatron.model import SwiftGPT
+from megaswift.engine.megatron.optim.optimizer import optimizer_parts
+from megaswift.engine.megatron.weights import canonical_parameter_name
+from megaswift.losses.contract import Batch, Loss
+
+LAYER = re.compile(r"layers\.(\d+)$")
+MIXTURE = re.compile(r"layers\.\d+\.mlp")
+UNCOUNTED = re.compile(r"^mtp|\.experts\.|^embedding|^output_layer")
+"""Modules with weights whose outputs have no counterpart, or that are never called."""
+CORE = ".core_attention"
+HEAD = "head"
+EMBEDDING = "embedding"
+ROTATED = ("query", "key")
+"""Inputs of attention that are recorded: after norms and rotation, before context parallelism joins keys."""
+
+
+class StepRecorder:
+    """Hooks on the modules of a rank; `tensors` fills up while a step runs."""
+
+    def __init__(self, engine: MegatronEngine) -> None:
+        self.engine = engine
+        self.trace = RankTrace(engine.rank)
+        self._forwards: Counter[str] = Counter()
+        self._recomputed: Counter[str] = Counter()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs in the block."""
+        with ExitStack() as hooks:
+            for chunk in self.engine.plain:
+                for name, module in self._modules(chunk):
+                    hook = module.register_forward_hook(self._hook(name))
+                    hooks.callback(hook.remove)
+                    if name.endswith(CORE) and not self.engine.config.multi_latent_attention:
+                        hooks.callback(module.register_forward_pre_hook(self._rotated_hook(name)).remove)
+                hooks.callback(chunk.register_forward_hook(self._head_hook(chunk)).remove)
+                for layer in chunk.decoder.layers[:1]:
+                    if layer.layer_number > 1:
+                        before = self._hook(f"layers.{layer.layer_number - 2}")
+                        wrapped = _with_received(before)
+                        hooks.callback(layer.register_forward_pre_hook(wrapped, with_kwargs=True).remove)
+            yield
+
+    def _modules(self, chunk: SwiftGPT) -> Iterator[tuple[str, nn.Module]]:
+        """Modules of a chunk whose outputs are recorded, by their names in the whole model."""
+        engine = self.engine
+        weights = engine.plan.by_megatron
+        gated = getattr(engine.config, "attention_output_gate", False)
+        for local, module in chunk.named_modules():
+            name = canonical_parameter_name(f"{local}.", chunk, engine.spec, engine.context)[:-1]
+            short = name.removeprefix("decoder.")
+            has_weight = f"{name}.weight" in weights and not UNCOUNTED.search(name)
+            mixture = MIXTURE.fullmatch(short) and hasattr(module, "router")
+            core = name.endswith(CORE) and not gated
+            own = has_weight and not _does_more_than_hugging_faces(module)
+            if name == EMBEDDING or LAYER.fullmatch(short) or mixture or core or own:
+                yield short, module
+
+    def _number(self, name: str) -> int:
+        """The micro-batch of a module's present call. A call with gradients that follows one without is a
+        recomputation: both come in the order of micro-batches."""
+        counter = self._recomputed if torch.is_grad_enabled() else self._forwards
+        counter[name] += 1
+        return counter[name] - 1
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def record(module: nn.Module, _: Any, out: Any) -> None:
+            value, bias = (*out, None)[:2] if isinstance(out, tuple) else (out, None)
+            whole = isinstance(bias, Tensor) and bias.shape == value.shape[-1:]
+            # Megatron's products hand their bias on, to be added later
+            by_head = name.endswith(("q_layernorm", "k_layernorm"))
+            columns = value.shape[-2:].numel() if by_head else value.shape[-1]
+            self._keep(name, value, columns, value + bias if whole else value)
+
+        return record
+
+    def _rotated_hook(self, name: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
+            for part, value in zip(ROTATED, args, strict=False):
+                self._keep(f"{name}.{part}", value, value.shape[-2:].numel())
+
+        return record
+
+    def _keep(self, name: str, value: Tensor, columns: int, shown: Tensor | None = None) -> None:
+        number = self._number(name)
+        self.trace.add(Entry(OUTPUT, name, number), (value if shown is None else shown).reshape(-1, columns))
+        if value.requires_grad and torch.is_grad_enabled():
+            entry = Entry(BACKWARD, name, number)
+            value.register_hook(lambda gradient: self.trace.add(entry, gradient.reshape(-1, columns)))
+
+    def _head_hook(self, chunk: SwiftGPT) -> Callable[..., None]:
+        """The differentiable fields of the last stage, [f, b, s]."""
+
+        def record(module: nn.Module, _: Any, out: Tensor) -> None:
+            if not chunk.post_process:
+                return
+            needs = chunk.needs
+            rows = [i for i, name in enumerate(needs.names) if name in needs.differentiable]
+            number = self._number(HEAD)
+            self.trace.add(Entry(OUTPUT, HEAD, number), _tokens_first(out)[:, rows])
+            if out.requires_grad:
+                entry = Entry(BACKWARD, HEAD, number)
+                out.register_hook(lambda gradient: self.trace.add(entry, _tokens_first(gradient)[:, rows]))
+
+        return record
+
+    def record_inputs(self, microbatches: Sequence[Batch]) -> None:
+        """The rows of every micro-batch, on every rank: ranks that should have the same may not."""
+        for number, batch in enumerate(microbatches):
+            for name in FIELDS:
+                value = getattr(batch, name)
+                if value is not None:
+                    self.trace.add(Entry(INPUT, name, number), value)
+
+    def record_step(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> None:
+        """Take one optimizer step and record it. Collective."""
+        engine = self.engine
+        self.record_inputs(microbatches)
+        with self.recording(), self._reduced_gradients():
+            result = engine.train_batch(microbatches, loss, lr)
+        for number, part in enumerate(result.parts):
+            self.trace.add(Entry(LOSS, "loss", number), torch.tensor([part.loss]))
+        for name, _, start, main in self._main_weights():
+            if main.grad is not None:
+                self.trace.add(Entry(CLIPPED, name, None, start), main.grad.reshape(-1).float())
+            self.trace.add(Entry(WEIGHT, name, None, start), main.reshape(-1).float())
+
+    @contextmanager
+    def _reduced_gradients(self) -> Iterator[None]:
+        """Record gradients of the whole batch when the optimizer takes them over."""
+        parts = optimizer_parts(self.engine.optimizer)
+        seen: list[int] = []
+
+        def recorded(prepare: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                if not seen:
+                    seen.append(1)
+                    for name, weight, start, main in self._main_weights():
+                        flat = weight.main_grad.reshape(-1)[start : start + main.numel()]
+                        self.trace.add(Entry(GRADIENT, name, None, start), flat.float())
+                return prepare()
+
+            return run
+
+        for part in parts:
+            part.prepare_grads = recorded(part.prepare_grads)
+        try:
+            yield
+        finally:
+            for part in parts:
+                del part.prepare_grads
+
+    def _main_weights(self) -> Iterator[tuple[str, Tensor, int, Tensor]]:
+        """(name, weight, first element, those of its elements that the optimizer of this rank changes)."""
+        names = {id(p.held): p.entry.megatron for p in self.engine.weights.placed}
+        for weight, start, main in main_weights(self.engine.optimizer):
+            if id(weight) in names:
+                yield names[id(weight)].removeprefix("decoder."), weight, start, main
+
+
+def _does_more_than_hugging_faces(module: nn.Module) -> bool:
+    """Whether a product is followed by a norm or a factor, in the same module."""
+    return isinstance(module, ScaledPostNormProjection) and (module.post_layernorm is not None or module.scale != 1.0)
+
+
+def _with_received(hook: Callable[..., None]) -> Callable[..., None]:
+    """As a hook on the input of a stage's first layer: what arrived from the stage before."""
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hook(module, args, args[0] if args else kwargs["hidden_states"])
+
+    return record
+
+
+def _tokens_first(fields: Tensor) -> Tensor:
+    """[f, b, s] to [s x b, f]."""
+    return fields.permute(2, 1, 0).reshape(-1, fields.shape[0])

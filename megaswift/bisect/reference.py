@@ -1,0 +1,459 @@
+"""The reference: the Hugging Face model on one process, one optimizer step on the rows of a trace, in plain torch.
+
+Nothing of the engine and nothing of Megatron-Core takes part. Names of modules follow from the weight plan: a module of
+Megatron is compared with the Hugging Face modules that own its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from megaswift.bisect.placement import Rows, plan_entry
+from megaswift.bisect.trace import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT, WEIGHT
+from megaswift.bridge.plan import WeightPlan
+
+ATTENTION = "megaswift_bisect"
+CORE = ".self_attention.core_attention"
+FIRST_OF_PARTS = {".query": 1, ".key": 2}
+"""Arguments of transformers' attention functions."""
+CLIP_EPSILON = 1e-6
+Microbatch = tuple[int, int]
+"""(data-parallel rank, number)."""
+Key = tuple[str, str, Microbatch | None]
+"""(kind, name, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a step is taken by."""
+
+    optimizer: str = "adam"
+    lr: float = 1e-5
+    weight_decay: float = 0.0
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    label_smoothing: float = 0.0
+    aux_coeff: float = 0.0
+    """Of the load-balancing loss of routers."""
+    z_coeff: float = 0.0
+    sigmoid: bool = False
+    """Routers score by sigmoids."""
+    biased: bool = False
+    """Experts are chosen by a bias beside softmax, which the balancing loss leaves out."""
+
+
+@dataclass
+class ReferenceStep:
+    """What one step computed: activations [s x b, columns] by key, parameters by kind and Hugging Face name."""
+
+    activations: dict[Key, Tensor] = field(default_factory=dict)
+    parameters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+    def order(self) -> dict[tuple[str, str], int]:
+        """(Kind, name) to its place in the order of computation."""
+        found: dict[tuple[str, str], int] = {}
+        for kind, name, _ in self.activations:
+            found.setdefault((kind, name), len(found))
+        return found
+
+
+class HuggingFaceStep:
+    """A model folder, and steps from its weights."""
+
+    def __init__(self, folder: Path, plan: WeightPlan, dtype: torch.dtype, recipe: Recipe) -> None:
+        self.folder = folder
+        self.plan = plan
+        self.dtype = dtype
+        self.recipe = recipe
+
+    def run(
+        self,
+        rows: Mapping[Microbatch, Mapping[str, Tensor]],
+        names: set[str],
+        trained: set[str],
+        seed: int | None = None,
+    ) -> ReferenceStep:
+        """Take one step.
+
+        Args:
+            rows: The inputs of every micro-batch of the global batch.
+            names: Activations to record.
+            trained: Hugging Face names of the parameters that train.
+            seed: None computes the exact step, in a wider dtype. With a seed, in the run's own dtype: each weight is
+                first moved by one unit in the last place, up or down as drawn, and products add up in another order.
+        """
+        model = _load(self.folder)
+        main = {name: p.detach().clone() for name, p in model.named_parameters()}
+        mode: AbstractContextManager[Any] = nullcontext()
+        if seed is None:
+            wide = torch.float64 if self.dtype == torch.float32 else torch.float32
+            model.to(self.dtype).to(wide)
+            if wide == torch.float64:
+                mode = _Widened()
+                model.set_experts_implementation("eager")  # grouped products have no float64
+        else:
+            model.to(self.dtype)
+            _perturb(model, seed)
+            mode = _ReorderedSums(seed)
+        step = ReferenceStep()
+        gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in main.items()}
+        count = sum(float(fields["loss_weights"].sum()) for fields in rows.values()) or 1.0
+        filled = sum(bool(fields["valid"].any()) for fields in rows.values())
+        for number, fields in rows.items():
+            with mode:
+                _Pass(self, model, step, number, fields, names).run(count, max(filled, 1))
+            for name, p in model.named_parameters():
+                if p.grad is not None:
+                    gradients[name] += p.grad
+                    p.grad = None
+        self._update(model, step, main, gradients, trained)
+        return step
+
+    def _update(
+        self,
+        model: nn.Module,
+        step: ReferenceStep,
+        main: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        trained: set[str],
+    ) -> None:
+        """Clip by the global norm, then the first step of the optimizer."""
+        recipe = self.recipe
+        reduced = _by_disk_name(model, gradients)
+        used = {name: g for name, g in reduced.items() if name in trained}
+        norm = sum(float(g.square().sum()) for g in used.values()) ** 0.5
+        scale = 1.0
+        if recipe.max_grad_norm > 0:
+            scale = min(1.0, recipe.max_grad_norm / (norm + CLIP_EPSILON))
+        clipped = {name: g * scale for name, g in used.items()}
+        step.parameters[GRADIENT] = used
+        step.parameters[CLIPPED] = clipped
+        weights = {name: p.double() for name, p in _by_disk_name(model, main).items()}
+        if recipe.optimizer not in ("adam", "sgd"):
+            return
+        updated = {}
+        for name, g in clipped.items():
+            decay = recipe.weight_decay if weights[name].dim() > 1 and not name.endswith("bias") else 0.0
+            if recipe.optimizer == "sgd":
+                updated[name] = weights[name] - recipe.lr * (g + decay * weights[name])
+            else:  # AdamW from zero moments: both are corrected to the gradient and its square
+                updated[name] = weights[name] * (1 - recipe.lr * decay) - recipe.lr * g / (g.abs() + recipe.eps)
+        step.parameters[WEIGHT] = updated
+
+    def modules(self, model: nn.Module, name: str) -> list[nn.Module]:
+        """The Hugging Face modules whose outputs, joined by columns, are the output of Megatron's module `name`; empty
+        where there are none."""
+        entry = plan_entry(self.plan, f"{name}.weight")
+        paths = [] if entry is None else [hf.removesuffix(".weight") for hf in entry.hf]
+        found = [_submodule(model, path) for path in paths]
+        return [m for m in found if m is not None] if all(m is not None for m in found) else []
+
+
+class _Pass:
+    """Forward and backward of one micro-batch."""
+
+    def __init__(
+        self,
+        owner: HuggingFaceStep,
+        model: Any,
+        step: ReferenceStep,
+        number: Microbatch,
+        fields: Mapping[str, Tensor],
+        names: set[str],
+    ) -> None:
+        self.owner = owner
+        self.model = model
+        self.step = step
+        self.number = number
+        self.fields = fields
+        self.names = names
+        self.documents = list(_documents(fields))
+        self.routers: list[tuple[Tensor, Tensor]] = []
+
+    def run(self, count: float, filled: int) -> None:
+        """Record both passes; gradients are left in the parameters."""
+        if not self.documents:
+            return
+        longest = max(end - start for _, start, end in self.documents)
+        ids = torch.zeros(len(self.documents), longest, dtype=torch.long)
+        for i, (row, start, end) in enumerate(self.documents):
+            ids[i, : end - start] = self.fields["input_ids"][row, start:end]
+        with ExitStack() as hooks:
+            self._hook_all(hooks)
+            logits = self.model(input_ids=ids, use_cache=False).logits
+        objective = self._objective(logits, count) + self._router_losses(filled)
+        if objective.requires_grad:
+            objective.backward()
+
+    def _objective(self, logits: Tensor, count: float) -> Tensor:
+        """This micro-batch's share of the mean cross-entropy over all labels."""
+        smoothing = self.owner.recipe.label_smoothing
+        labels, weights = (self._of_documents(self.fields[name]) for name in ("labels", "loss_weights"))
+        wide = logits.float()
+        picked = weights != 0
+        log_p = F.log_softmax(wide[picked], -1)
+        chosen = log_p.gather(-1, labels[picked][:, None])[:, 0]
+        fields = chosen.new_zeros(weights.shape).masked_scatter(picked, chosen).unsqueeze(-1)
+        self._record("head", fields)
+        losses = -fields[..., 0][picked]
+        if smoothing:
+            losses = (1 - smoothing) * losses - smoothing * log_p.mean(-1)
+        total = (losses * weights[picked]).sum() / count
+        self.step.activations[LOSS, "loss", self.number] = total.detach().reshape(1)
+        return total
+
+    def _router_losses(self, filled: int) -> Tensor:
+        """Load-balancing loss (arXiv:2101.03961, equations 4 to 6) and z loss (arXiv:2202.08906, equation 5)."""
+        recipe = self.owner.recipe
+        total = torch.zeros((), dtype=torch.float64)
+        for logits, chosen in self.routers:
+            experts = logits.shape[-1]
+            probabilities = logits.float().softmax(-1)
+            if recipe.sigmoid:
+                scores = logits.float().sigmoid()
+                probabilities = scores / scores.sum(-1, keepdim=True)
+            if recipe.sigmoid or recipe.biased:
+                chosen = probabilities.topk(chosen.shape[-1]).indices
+            share = F.one_hot(chosen, experts).float().sum(1).mean(0) / chosen.shape[-1]
+            total = total + recipe.aux_coeff / filled * experts * (share * probabilities.mean(0)).sum()
+            total = total + recipe.z_coeff / filled * logits.float().logsumexp(-1).square().mean()
+        return total
+
+    def _hook_all(self, hooks: ExitStack) -> None:
+        """Hooks for all names that have a counterpart."""
+        decoder = self.model.get_decoder()
+        layers = decoder.layers
+        first = partial(self._on_input, "embedding")
+        hooks.callback(layers[0].register_forward_pre_hook(first, with_kwargs=True).remove)
+        for number, layer in enumerate(layers):
+            hooks.callback(layer.register_forward_hook(partial(self._on_output, f"layers.{number}")).remove)
+        for name in sorted(self.names):
+            if name.endswith(CORE):
+                for module in self.owner.modules(self.model, f"{name.removesuffix('.core_attention')}.linear_proj"):
+                    hook = partial(self._on_input, name)
+                    hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            elif name.endswith(".mlp"):
+                path = self._mixture(name)
+                if path is not None:
+                    hooks.callback(path.register_forward_hook(partial(self._on_output, name)).remove)
+            else:
+                found = self.owner.modules(self.model, name)
+                parts: list[Tensor] = []
+                for module in found:
+                    hook = partial(self._on_part, name, parts, len(found))
+                    hooks.callback(module.register_forward_hook(hook).remove)
+        if self.model.config._attn_implementation == ATTENTION:
+            hooks.enter_context(_attention_calls(self._on_attention))
+
+    def _mixture(self, name: str) -> nn.Module | None:
+        """The Hugging Face block that holds the router of an MLP with experts."""
+        entry = plan_entry(self.owner.plan, f"{name}.router.weight")
+        if entry is None:
+            return None
+        return _submodule(self.model, entry.hf[0].removesuffix(".weight").rpartition(".")[0])
+
+    def _on_output(self, name: str, _module: nn.Module, _args: Any, out: Any) -> None:
+        self._record(name, out[0] if isinstance(out, tuple) else out)
+
+    def _on_input(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._record(name, args[0] if args else kwargs["hidden_states"])
+
+    def _on_part(self, name: str, parts: list[Tensor], count: int, _module: nn.Module, _args: Any, out: Any) -> None:
+        """One of the modules whose joined outputs are Megatron's; of a router the dense weights of its experts."""
+        if name.endswith(".router"):
+            if not isinstance(out, tuple) or len(out) < 3:
+                return
+            logits, scores, chosen = out[0], out[1], out[-1]
+            self.routers.append((self._valid(logits), self._valid(chosen)))
+            if scores.shape != chosen.shape:
+                self._record(name, scores)
+                return
+
+            def dense(of_chosen: Tensor) -> Tensor:
+                whole = torch.zeros_like(logits, dtype=of_chosen.dtype).scatter(-1, chosen, of_chosen)
+                return whole.reshape(len(self.documents), -1, logits.shape[-1])
+
+            self._keep(OUTPUT, name, dense(scores.detach()))
+            if scores.requires_grad:
+                scores.register_hook(lambda gradient: self._keep(BACKWARD, name, dense(gradient)))
+            return
+        if count == 1:
+            self._record(name, out)
+            return
+        parts.append(out)
+        if len(parts) == count:
+            joined = [part.reshape(len(self.documents), -1, part.shape[2:].numel()).detach() for part in parts]
+            self._keep(OUTPUT, name, torch.cat(joined, -1))
+            self._on_gradients(name, parts)
+
+    def _on_gradients(self, name: str, parts: Sequence[Tensor]) -> None:
+        """Joins the gradients of parts as their values."""
+        gradients: dict[int, Tensor] = {}
+
+        def take(place: int, gradient: Tensor) -> None:
+            gradients[place] = gradient.reshape(len(self.documents), -1, parts[place].shape[2:].numel())
+            if len(gradients) == len(parts):
+                self._keep(BACKWARD, name, torch.cat([gradients[i] for i in range(len(parts))], -1))
+
+        for place, part in enumerate(parts):
+            if part.requires_grad:
+                part.register_hook(partial(take, place))
+
+    def _on_attention(self, layer: int, query: Tensor, key: Tensor) -> None:
+        for part, value in (("query", query), ("key", key)):
+            name = f"layers.{layer}{CORE}.{part}"
+            if name in self.names:  # [documents, heads, n, d]
+                self._keep(OUTPUT, name, value.detach().transpose(1, 2).flatten(2))
+                if value.requires_grad:
+                    value.register_hook(lambda g, name=name: self._keep(BACKWARD, name, g.transpose(1, 2).flatten(2)))
+
+    def _record(self, name: str, value: Tensor) -> None:
+        """A value [documents, n, ...] and its gradient."""
+        if name not in self.names:
+            return
+        longest = max(end - start for _, start, end in self.documents)
+        heads_first = value.dim() == 4 and value.shape[1] != longest == value.shape[2]
+
+        def arranged(x: Tensor) -> Tensor:
+            x = x.transpose(1, 2) if heads_first else x
+            return x.reshape(len(self.documents), longest, -1)
+
+        self._keep(OUTPUT, name, arranged(value.detach()))
+        if value.requires_grad:
+            value.register_hook(lambda gradient: self._keep(BACKWARD, name, arranged(gradient)))
+
+    def _keep(self, kind: str, name: str, value: Tensor) -> None:
+        """[documents, n, columns] to [s x b, columns], 0 on padding."""
+        b, s = self.fields["input_ids"].shape
+        whole = torch.zeros(s, b, value.shape[-1], dtype=value.dtype)
+        for i, (row, start, end) in enumerate(self.documents):
+            whole[start:end, row] = value[i, : end - start]
+        self.step.activations[kind, name, self.number] = whole.flatten(0, 1)
+
+    def _of_documents(self, field: Tensor) -> Tensor:
+        """A field [b, s] as [documents, n], 0 past the ends."""
+        longest = max(end - start for _, start, end in self.documents)
+        out = field.new_zeros(len(self.documents), longest)
+        for i, (row, start, end) in enumerate(self.documents):
+            out[i, : end - start] = field[row, start:end]
+        return out
+
+    def _valid(self, value: Tensor) -> Tensor:
+        """[documents x n, ...] without padding."""
+        whole = value.reshape(len(self.documents), -1, value.shape[-1])
+        return torch.cat([whole[i, : end - start] for i, (_, start, end) in enumerate(self.documents)])
+
+
+def rows_of(fields: Mapping[str, Tensor]) -> Rows:
+    """How the tokens of a micro-batch lie."""
+    return Rows(fields["valid"], fields.get("cu_seqlens"))
+
+
+def _documents(fields: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]:
+    """(row, start, end) of each document without its padding."""
+    valid = fields["valid"]
+    bounds = fields["cu_seqlens"].tolist() if "cu_seqlens" in fields else [0, valid.shape[1]]
+    for row in range(valid.shape[0]):
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            length = int(valid[row, start:end].sum())
+            if length:
+                yield row, start, start + length
+
+
+def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+    for name in (path, path.replace(".block_sparse_moe.", ".mlp."), path.replace(".block_sparse_moe", ".mlp")):
+        try:
+            return model.get_submodule(name)
+        except AttributeError:
+            continue
+    return None
+
+
+def _load(folder: Path) -> Any:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+
+    transformers.utils.logging.set_verbosity_error()
+    AttentionInterface.register(ATTENTION, _attend)
+    AttentionMaskInterface.register(ATTENTION, transformers.masking_utils.sdpa_mask)
+    kind = AutoConfig.from_pretrained(folder).model_type
+    attention = "eager" if kind in EAGER else ATTENTION
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+    return model.eval()
+
+
+EAGER = ("gemma2", "gpt_oss")
+"""Model types whose attention transformers computes in its eager way only: others leave soft caps or sinks out."""
+_listening: list[Callable[[int, Tensor, Tensor], None]] = []
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """transformers' own attention; queries and keys are recorded."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    for listener in _listening:
+        listener(module.layer_idx, query, key)
+    return sdpa_attention_forward(module, query, key, *args, **kwargs)
+
+
+@contextmanager
+def _attention_calls(listener: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
+    _listening.append(listener)
+    try:
+        yield
+    finally:
+        _listening.remove(listener)
+
+
+def _by_disk_name(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of parameters by the names of files: transformers holds the experts of a layer in one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(tensors))
+
+
+class _Widened(TorchFunctionMode):
+    """What a model computes in float32 whatever its dtype (norms, angles, routers) in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let calls that name float32 name float64."""
+        if func is Tensor.float:
+            return Tensor.double(*args)
+        wide = [torch.float64 if a is torch.float32 else a for a in args]
+        return func(*wide, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
+
+
+class _ReorderedSums(TorchFunctionMode):
+    """Products add up in another order, which rounds otherwise: some gradients are sums that nearly cancel, whose
+    rounding errors do not come from their inputs."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Exchange columns of inputs and of matrices alike."""
+        if func is F.linear:
+            order = torch.randperm(args[0].shape[-1], generator=self.generator)
+            args = (args[0][..., order], args[1][:, order], *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _perturb(model: nn.Module, seed: int) -> None:
+    """Move each weight to a neighbouring number of its dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, p in sorted(model.named_parameters()):
+        bits = p.data.view(torch.int32 if p.element_size() == 4 else torch.int16)
+        step = torch.randint(0, 2, p.shape, generator=generator, dtype=bits.dtype) * 2 - 1
+        bits += torch.where(p == 0, 0, step)

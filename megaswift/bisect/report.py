@@ -1,0 +1,142 @@
+"""What bisect says: one screen, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from megaswift.bisect.compare import Comparison, Verdict, facts
+from megaswift.bisect.trace import BACKWARD, CLIPPED, GRADIENT, INPUT, KINDS, LOSS, OUTPUT, WEIGHT
+from megaswift.parallel.layout import Layout
+
+NAMED = {
+    INPUT: "input",
+    OUTPUT: "output",
+    LOSS: "loss",
+    BACKWARD: "gradient of the output",
+    GRADIENT: "reduced gradient",
+    CLIPPED: "clipped gradient",
+    WEIGHT: "main weight after the step",
+}
+AXES = ("tp", "cp", "dp", "pp", "ep")
+SHOWN = 6
+
+
+def suspect(found: Comparison) -> str:
+    """The module whose computation is wrong: where an output or a parameter differs its own, where the gradient of an
+    output differs the module that read it, whose backward pass computes that gradient."""
+    first = found.first
+    if first is None:
+        return ""
+    if first.kind == BACKWARD:
+        before = [v for v in found.verdicts if v.kind == BACKWARD and v.order[:3] == first.order[:3]]
+        earlier = [v.name for v in before if v.order < first.order]
+        return earlier[-1] if earlier else "head"
+    if first.kind in (GRADIENT, CLIPPED, WEIGHT):
+        return first.name.rpartition(".")[0]
+    return first.name
+
+
+def axes_text(found: Comparison, layout: Layout) -> str:
+    """The axes along which the ranks' verdicts on the first tensor agree, and along which they differ."""
+    first = found.first
+    if first is None:
+        return ""
+    states = {v.rank: v.bad for v in found.like(first) if v.kind == first.kind and v.name == first.name}
+    agree, differ = [], []
+    for axis in AXES:
+        if getattr(layout, axis) == 1:
+            continue
+        by_others: dict[tuple[int, ...], set[bool]] = {}
+        counted = set()
+        for rank, bad in states.items():
+            place = layout.coordinates(rank)
+            others = tuple(getattr(place, one) for one in ("tp", "cp", "dp", "pp") if one != axis)
+            by_others.setdefault(others, set()).add(bad)
+            counted.add(getattr(place, axis))
+        if len(counted) > 1:
+            (differ if any(len(s) > 1 for s in by_others.values()) else agree).append(axis)
+    parts = [f"agree along {', '.join(agree)}"] if agree else []
+    parts += [f"differ along {', '.join(differ)}"] if differ else []
+    return "ranks " + " and ".join(parts) if parts else ""
+
+
+def layer_ranges(found: Comparison) -> tuple[str, str]:
+    """(Layers whose tensors agree everywhere, layers whose outputs agree), as ranges."""
+    by_layer: dict[int, list[Verdict]] = {}
+    for verdict in found.verdicts:
+        if verdict.name.startswith("layers."):
+            by_layer.setdefault(int(verdict.name.split(".")[1]), []).append(verdict)
+    whole = [n for n, all_of in by_layer.items() if not any(v.bad for v in all_of)]
+    forward = [n for n, all_of in by_layer.items() if not any(v.bad for v in all_of if v.kind == OUTPUT)]
+    return _ranges(whole), _ranges(forward)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    parts = []
+    for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}")
+    return ", ".join(parts)
+
+
+def verdict_text(verdict: Verdict, layout: Layout) -> str:
+    """One line about a tensor, with the rank's place on the axes of more than one rank."""
+    axes = [axis for axis in ("tp", "cp", "dp", "pp") if getattr(layout, axis) > 1]
+    places = ", ".join(f"{axis} {getattr(verdict.place, axis)}" for axis in axes)
+    rank = f"rank {verdict.rank} ({places})" if places else f"rank {verdict.rank}"
+    when = "" if verdict.microbatch is None else f", micro-batch {verdict.microbatch}"
+    size = f"{verdict.difference:.1e}, expected <= {verdict.expected:.1e}"
+    return f"{verdict.name}, {NAMED[verdict.kind]}{when}, {rank}: {size}"
+
+
+def screen(found: Comparison, layout: Layout, against: str) -> str:
+    """The answer, on one screen."""
+    count = f"{len(found.verdicts)} tensors of {layout.world_size} ranks against {against}"
+    lines = [f"compared {count}, {layout.describe()}"]
+    first = found.first
+    if first is None:
+        return "\n".join([*lines, "no difference beyond rounding", *_left_out(found)])
+    lines.append(f"first difference: {verdict_text(first, layout)}")
+    whole, forward = layer_ranges(found)
+    axes = axes_text(found, layout)
+    agreeing = f"layers {whole} agree everywhere" if whole else "no layer agrees everywhere"
+    if forward and forward != whole:
+        agreeing += f"; outputs of layers {forward} agree"
+    lines.append("; ".join(part for part in (axes, agreeing) if part))
+    if first.kind == BACKWARD:
+        lines.append(f"computed in the backward pass of {suspect(found)}")
+    lines.append("")
+    lines.append(f"{'':<28}{'tensors':>9}{'differ':>9}   first of them")
+    for kind in KINDS:
+        of_kind = [v for v in found.verdicts if v.kind == kind]
+        bad = [v for v in of_kind if v.bad]
+        if of_kind:
+            lines.append(f"{NAMED[kind]:<28}{len(of_kind):>9}{len(bad):>9}   {bad[0].name if bad else ''}")
+    return "\n".join([*lines, *_left_out(found)])
+
+
+def _left_out(found: Comparison) -> list[str]:
+    if not found.skipped:
+        return []
+    more = f" and {len(found.skipped) - SHOWN} more" if len(found.skipped) > SHOWN else ""
+    return [f"without a counterpart: {', '.join(found.skipped[:SHOWN])}{more}"]
+
+
+def report_json(found: Comparison, layout: Layout, against: str) -> dict[str, Any]:
+    """Everything, as plain values."""
+    first = found.first
+    whole, forward = layer_ranges(found)
+    return {
+        "against": against,
+        "layout": layout.describe(),
+        "agrees": first is None,
+        "first": None if first is None else facts(first),
+        "suspect": suspect(found),
+        "axes": axes_text(found, layout),
+        "layers_that_agree": whole,
+        "layers_whose_outputs_agree": forward,
+        "without_counterpart": found.skipped,
+        "tensors": [{**facts(v), "differs": v.bad} for v in found.verdicts],
+    }

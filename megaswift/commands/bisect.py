@@ -1,0 +1,200 @@
+"""`megaswift bisect RUN`: one optimizer step of a run against a reference; names the first tensor that differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaswift import log
+from megaswift.base.atomic_writes import write_atomically
+from megaswift.base.command_words import UserErrorArgumentParser
+from megaswift.commands.training import process_count
+from megaswift.config import SwiftConfig, load_config
+from megaswift.engine.options.engine_checks import NATIVE, requested_engine
+from megaswift.errors import ConfigError, Problem, UserError, missing_path_hint
+from megaswift.options.tasks import SUPERVISED
+from megaswift.parallel.layout import Layout, requested_axis_sizes, size_problems
+
+if TYPE_CHECKING:
+    from megaswift.bisect.compare import Comparison
+
+DIFFERENT = 1
+"""Exit code; 0: no difference, 2: a mistake in the command."""
+MOST_RANKS = 16
+INDEX = "trace.json"
+CONFIG = "config.yaml"
+HUGGING_FACE = "hf"
+AXES = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "vpp": "virtual_pipeline_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+DESCRIPTION = """\
+Run one optimizer step of a run's own configuration and data on processes of this machine (CPU, gloo), record its
+tensors, and compare them with the Hugging Face model on one process. Prints the first tensor that differs beyond
+rounding, in the order of computation. Further words are options of the run: --torch_dtype float32.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Compare, print, and write the page; returns the exit code."""
+    parser = UserErrorArgumentParser(prog="megaswift bisect", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", type=Path, help="a YAML file of a run, or the folder of a trace")
+    parser.add_argument(
+        "--against",
+        metavar="hf|RUN_DIR|TRACE",
+        default=HUGGING_FACE,
+        help="the reference: Hugging Face, the configuration in the folder of a run, or a trace; default: hf",
+    )
+    parser.add_argument("--layout", help='sizes in place of the run\'s own, for example "tp2 pp2 cp2 dp2 sp"')
+    parser.add_argument("--layers", type=int, help="only the first so many layers of the model")
+    parser.add_argument("--model", dest="model_of_trace", metavar="DIR", help="the model folder, where RUN is a trace")
+    parser.add_argument("--output", type=Path, default=Path("bisect"), help="folder for the report; default: bisect")
+    parser.add_argument("--keep_trace", action="store_true", help="leave the trace in the folder of the report")
+    given, words = parser.parse_known_args(argv)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="megaswift-bisect-") as scratch:
+        found, layout = _compare(given, words, Path(scratch))
+        if given.keep_trace and (Path(scratch) / "trace").exists():
+            kept = given.output / "trace"
+            shutil.rmtree(kept, ignore_errors=True)
+            shutil.copytree(Path(scratch) / "trace", kept, ignore=shutil.ignore_patterns("run"))
+    from megaswift.bisect.page import page
+    from megaswift.bisect.report import report_json, screen
+
+    against = "Hugging Face" if given.against == HUGGING_FACE else given.against
+    given.output.mkdir(parents=True, exist_ok=True)
+    write_atomically(given.output / "bisect.json", json.dumps(report_json(found, layout, against), indent=1))
+    write_atomically(given.output / "bisect.html", page(found, layout, against))
+    print(screen(found, layout, against))
+    print(f"{given.output}/bisect.html, {given.output}/bisect.json ({time.perf_counter() - begin:.0f} s)")
+    return 0 if found.first is None else DIFFERENT
+
+
+def _compare(given: argparse.Namespace, words: list[str], scratch: Path) -> tuple[Comparison, Layout]:
+    """Record what has to be recorded, then compare."""
+    if not given.run.exists():
+        raise UserError(Problem(str(given.run), "does not exist", missing_path_hint(given.run)))
+    if (given.run / INDEX).exists():
+        return _compare_trace(given, words)
+    cfg = load_config(None, [str(given.run), *words], complete=True)
+    cfg, layout = _on_this_machine(cfg, given.layout, given.layers, scratch)
+    other, other_cfg = _other(given, scratch)
+
+    from megaswift.bisect.judge import judge
+    from megaswift.bisect.native import MODEL, record_on_processes
+
+    trace = scratch / "trace"
+    log.info(f"one step on {log.count_text(layout.world_size, 'process')}: {layout.describe()}")
+    record_on_processes(cfg, layout, trace)
+    if other_cfg is not None:
+        log.info(f"the reference's step: {other_cfg[1].describe()}")
+        other = scratch / "other"
+        record_on_processes(other_cfg[0], other_cfg[1], other)
+    log.info("Hugging Face on one process, and five times from perturbed weights")
+    drawn = trace / MODEL
+    model = drawn if drawn.exists() else Path(json.loads((trace / INDEX).read_text())["model"])
+    return judge(trace, model, cfg, other), layout
+
+
+def _compare_trace(given: argparse.Namespace, words: list[str]) -> tuple[Comparison, Layout]:
+    """RUN is a trace that another program may have written."""
+    from megaswift.bisect.judge import judge
+    from megaswift.bisect.trace import Trace
+
+    trace = Trace.open(given.run)
+    if given.model_of_trace is None:
+        raise ConfigError(
+            Problem("--model", f"is missing: {given.run} is a trace", "--model DIR, its Hugging Face folder")
+        )
+    against = None if given.against == HUGGING_FACE else Path(given.against)
+    cfg = load_config("sft", ["--model", given.model_of_trace, *words])
+    return judge(given.run, Path(given.model_of_trace), cfg, against), trace.layout
+
+
+def _other(given: argparse.Namespace, scratch: Path) -> tuple[Path | None, tuple[SwiftConfig, Layout] | None]:
+    """The trace to compare with, or the run whose step is to be recorded for that."""
+    if given.against == HUGGING_FACE:
+        return None, None
+    folder = Path(given.against)
+    if (folder / INDEX).exists():
+        return folder, None
+    if not (folder / CONFIG).exists():
+        rule = "is neither hf, nor the folder of a run (config.yaml), nor a trace (trace.json)"
+        raise ConfigError(Problem(f"--against {given.against}", rule, missing_path_hint(folder)))
+    cfg = load_config(None, [str(folder / CONFIG)], complete=True)
+    return None, _on_this_machine(cfg, None, given.layers, scratch / "second")
+
+
+def _on_this_machine(
+    cfg: SwiftConfig, layout: str | None, layers: int | None, scratch: Path
+) -> tuple[SwiftConfig, Layout]:
+    """The configuration for processes of this machine.
+
+    Raises:
+        ConfigError: Bisect cannot record such a run.
+    """
+    sizes, sequence, world = _sizes(cfg, layout)
+    problems = []
+    if cfg.task not in SUPERVISED:
+        problems.append(Problem(f"megaswift {cfg.task}", "is not recorded: bisect compares steps of sft and pt"))
+    if cfg.model.train_type != "full":
+        problems.append(Problem(f"--train_type {cfg.model.train_type}", "is not recorded", "--train_type full"))
+    if requested_engine(cfg) not in (NATIVE, "auto"):
+        problems.append(Problem(f"--engine {requested_engine(cfg)}", "is not recorded", f"--engine {NATIVE}"))
+    if cfg.model.mtp_num_layers:
+        problems.append(Problem("--mtp_num_layers", "is not recorded", "--mtp_num_layers 0"))
+    if cfg.model.freeze_parameters:
+        problems.append(Problem("--freeze_parameters", "is not recorded", "leave it out"))
+    if world > MOST_RANKS:
+        fix = '--layout "tp2 pp2", a smaller one of the same kind'
+        problems.append(Problem(f"{world} processes", f"are more than the {MOST_RANKS} that bisect starts", fix))
+    problems += size_problems(world, {axis: sizes[axis] for axis in AXES})
+    if problems:
+        raise ConfigError(problems)
+    options: dict[str, object] = {name: sizes[axis] for axis, name in AXES.items()}
+    options["virtual_pipeline_parallel_size"] = sizes["vpp"] if sizes["vpp"] > 1 else None
+    if layout is not None:
+        options |= {"sequence_parallel": sequence, "pipeline_layout": None}
+        options |= {"first_stage_layers": None, "last_stage_layers": None}
+    options |= {"engine": NATIVE, "nproc_per_node": None, "nnodes": None, "output_dir": str(scratch / "out")}
+    if layers is not None:
+        from megaswift.bisect.first_layers import write_first_layers
+        from megaswift.folders.source import locate_model
+
+        source = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
+        options["model"] = str(write_first_layers(source, scratch / "model", layers, not cfg.model.random_init))
+    changed = cfg.replace(**options)
+    return changed, Layout.from_config(changed.parallel, world)
+
+
+def _sizes(cfg: SwiftConfig, layout: str | None) -> tuple[dict[str, int], bool | None, int]:
+    """(sizes of the axes, sequence parallelism, processes) that the words of `--layout` or the run's options name."""
+    if layout is None:
+        sizes = requested_axis_sizes(cfg.parallel)
+        least = sizes["tp"] * sizes["pp"] * sizes["cp"]
+        return sizes, cfg.parallel.sequence_parallel, max(process_count(cfg.launch), least)
+    sizes = dict.fromkeys(AXES, 1)
+    dp = 1
+    sequence: bool | None = None
+    for word in layout.replace(",", " ").split():
+        match = re.fullmatch(r"([a-z]+)(\d+)", word)
+        if word in ("sp", "nosp"):
+            sequence = word == "sp"
+        elif match is not None and match[1] == "dp":
+            dp = int(match[2])
+        elif match is not None and match[1] in AXES:
+            sizes[match[1]] = int(match[2])
+        else:
+            known = ", ".join([f"{axis}2" for axis in (*AXES, "dp")])
+            raise ConfigError(Problem(f"--layout: {word}", f"is none of {known}, sp, nosp", '--layout "tp2 pp2"'))
+    return sizes, sequence, sizes["tp"] * sizes["pp"] * sizes["cp"] * dp

@@ -1,0 +1,547 @@
+"""Faults to plant in the ranks of a step: of kinds that were reported of Megatron-LM, and such at random places.
+
+A fault is a line of text, `kind layer=2 module=self_attention.linear_proj axis=tp at=1`. Owns how each is planted, and
+which answers name its place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FACTOR = 1.01
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault on a layout."""
+
+    case: str
+    kind: str
+    layer: int = 0
+    module: str = ""
+    axis: str = ""
+    at: int = 0
+    """The fault is on ranks whose coordinate on `axis` is this; on all ranks without an axis."""
+    answers: tuple[str, ...] = ()
+    """Names, or beginnings of names, of which the answer has to be one; `@kind` for any tensor of a kind."""
+    source: str = "random"
+
+    def __str__(self) -> str:
+        where = f" layer {self.layer}" if self.module else ""
+        on = f" on {self.axis} {self.at}" if self.axis else ""
+        return f"{self.source}: {self.kind}{where} {self.module}{on} ({self.case})"
+
+
+def plant(fault: Fault, engine: Any, context: Any) -> None:
+    """Plant the fault on this rank (on the ranks)."""
+    if fault.axis and getattr(context.coordinates, fault.axis) != fault.at:
+        return
+    PLANTED[fault.kind](fault, engine)
+
+
+def modules_of(fault: Fault, engine: Any) -> list[nn.Module]:
+    """The module that a fault names, where this rank holds its layer; every such module for other names."""
+    found = []
+    for chunk in engine.plain:
+        for layer in chunk.decoder.layers:
+            if layer.layer_number - 1 == fault.layer:
+                found.append(layer.get_submodule(fault.module) if fault.module else layer)
+    return found
+
+
+PLANTED: dict[str, Callable[[Fault, Any], None]] = {}
+
+
+def planted(function: Callable[[Fault, Any], None]) -> Callable[[Fault, Any], None]:
+    """Register a kind under the function's name."""
+    PLANTED[function.__name__] = function
+    return function
+
+
+def _first(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Identity; the gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+@planted
+def scaled_output(fault: Fault, engine: Any) -> None:
+    for module in modules_of(fault, engine):
+        module.register_forward_hook(lambda _m, _a, out: _first(out, lambda x: x * FACTOR))
+
+
+@planted
+def shifted_output(fault: Fault, engine: Any) -> None:
+    """Tokens are one position off."""
+    for module in modules_of(fault, engine):
+        module.register_forward_hook(lambda _m, _a, out: _first(out, lambda x: x.roll(1, 0)))
+
+
+@planted
+def wrong_shard(fault: Fault, engine: Any) -> None:
+    """A weight that is another's, or stale."""
+    for module in modules_of(fault, engine):
+        module.weight.data.mul_(FACTOR)
+
+
+@planted
+def swapped_rows(fault: Fault, engine: Any) -> None:
+    """The two halves of a shard exchanged: gate and up, or heads."""
+    for module in modules_of(fault, engine):
+        module.weight.data.copy_(module.weight.data.roll(len(module.weight) // 2, 0))
+
+
+@planted
+def no_forward_reduction(fault: Fault, engine: Any) -> None:
+    """A row-parallel product without the sum over its ranks."""
+    from megatron.core.tensor_parallel import layers
+
+    name = "reduce_scatter_to_sequence_parallel_region" if engine.config.sequence_parallel else ""
+    name = name or "reduce_from_tensor_model_parallel_region"
+
+    def local(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        if not engine.config.sequence_parallel:
+            return x
+        return x.chunk(engine.layout.tp)[engine.context.coordinates.tp].contiguous()
+
+    _patched_within(modules_of(fault, engine), layers, name, local)
+
+
+@planted
+def no_backward_reduction(fault: Fault, engine: Any) -> None:
+    """A column-parallel product whose input's gradient is not summed over tensor-parallel ranks."""
+    for module in modules_of(fault, engine):
+        module.allreduce_dgrad = False
+        module.disable_grad_reduce = True
+
+
+@planted
+def scaled_input_gradient(fault: Fault, engine: Any) -> None:
+    for module in modules_of(fault, engine):
+        module.register_forward_pre_hook(lambda _m, args: (_ScaledGradient.apply(args[0], FACTOR), *args[1:]))
+
+
+@planted
+def scaled_weight_gradient(fault: Fault, engine: Any) -> None:
+    for module in modules_of(fault, engine):
+        module.weight.register_hook(lambda gradient: gradient * FACTOR)
+
+
+@planted
+def last_microbatch_only(fault: Fault, engine: Any) -> None:
+    """Gradients of the first micro-batch are lost."""
+    for module in modules_of(fault, engine):
+        seen: list[int] = []
+
+        def lose(gradient: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.append(1)
+            return gradient * (len(seen) > 1)
+
+        module.weight.register_hook(lose)
+
+
+@planted
+def unsynced_norm(fault: Fault, engine: Any) -> None:
+    """A norm's or router's gradient that is not summed over tensor-parallel ranks."""
+    path, _, name = fault.module.rpartition(".")
+    for module in modules_of(Fault(fault.case, fault.kind, fault.layer, path), engine):
+        getattr(module, name).sequence_parallel = False
+
+
+@planted
+def stale_gradient(fault: Fault, engine: Any) -> None:
+    """A buffer that is not zeroed before the step."""
+    targets = [module.weight for module in modules_of(fault, engine)]
+    for chunk in engine.chunks:
+        zero = chunk.zero_grad_buffer
+
+        def leave(zero: Callable[[], None] = zero) -> None:
+            zero()
+            for weight in targets:
+                weight.main_grad.add_(1e-3)
+
+        chunk.zero_grad_buffer = leave
+
+
+@planted
+def rounded_gradient(fault: Fault, engine: Any) -> None:
+    """Main gradients in bfloat16."""
+    for module in modules_of(fault, engine):
+        module.weight.register_hook(lambda gradient: gradient.bfloat16().float())
+
+
+@planted
+def no_gradient_reduction(fault: Fault, engine: Any) -> None:
+    """Data-parallel ranks keep their own gradients. (`experts`: of experts.)"""
+    for chunk in engine.chunks:
+        groups = chunk.expert_parallel_bucket_groups if fault.module == "experts" else chunk.bucket_groups
+        for group in groups:
+            group.start_grad_sync = lambda *_, **__: None
+            group.finish_grad_sync = lambda *_, **__: None
+
+
+@planted
+def averaged_gradient(fault: Fault, engine: Any) -> None:
+    """Gradients divided by the number of data-parallel ranks though the loss is divided already."""
+    for chunk in engine.chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0 / (engine.layout.dp * engine.layout.cp)
+
+
+@planted
+def no_tied_sum(fault: Fault, engine: Any) -> None:
+    """First and last stage keep their own gradients of the tied embedding."""
+    import importlib
+
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    for name in ("_allreduce_word_embedding_grads", "_allreduce_embedding_grads"):
+        if hasattr(finalize, name):
+            setattr(finalize, name, lambda *_, **__: None)
+
+
+@planted
+def wrong_positions(fault: Fault, engine: Any) -> None:
+    for chunk in engine.plain:
+        run = chunk.run
+
+        def shifted(module: nn.Module, step: Any, run: Callable[..., Any] = run) -> Any:
+            from dataclasses import replace
+
+            return run(module, replace(step, positions=step.positions + 1))
+
+        chunk.run = shifted
+
+
+@planted
+def wrong_vocabulary_range(fault: Fault, engine: Any) -> None:
+    """The mask of the vocabulary-parallel embedding is one off."""
+    for chunk in engine.plain:
+        if chunk.pre_process:
+            chunk.embedding.word_embeddings.vocab_start_index += 1
+
+
+@planted
+def wrong_head_range(fault: Fault, engine: Any) -> None:
+    """The head takes its part of the vocabulary for another one."""
+    for chunk in engine.plain:
+        if chunk.post_process:
+            chunk.real_vocabulary -= 3
+
+
+@planted
+def wrong_normalizer(fault: Fault, engine: Any) -> None:
+    """The loss is divided by the labels of this rank."""
+    from dataclasses import replace
+
+    start = engine.start_count
+
+    def local(microbatches: Sequence[Any], loss: Any, further: Sequence[float] = ()) -> Any:
+        wait = start(microbatches, loss, further)
+        own = {"label_weight": sum(float(b.loss_weights.sum()) for b in microbatches)}
+
+        return lambda: replace(wait(), counts=own)
+
+    engine.start_count = local
+
+
+@planted
+def dropped_label(fault: Fault, engine: Any) -> None:
+    """The loss leaves one label out."""
+    from megaswift.losses import sft
+
+    call = sft.CrossEntropy.__call__
+
+    def without(self: Any, outputs: Any, batch: Any) -> Any:
+        from dataclasses import replace
+
+        weights = batch.loss_weights.clone()
+        if weights.any():
+            weights.view(-1)[weights.view(-1).nonzero()[0]] = 0.0
+        return call(self, outputs, replace(batch, loss_weights=weights))
+
+    sft.CrossEntropy.__call__ = without  # type: ignore[method-assign]
+
+
+@planted
+def scaled_loss_share(fault: Fault, engine: Any) -> None:
+    """Context-parallel ranks divide their part of the loss once more."""
+    from megaswift.engine.megatron import context_parallel
+
+    backward = context_parallel._Join.backward
+
+    def halved(ctx: Any, gradient: Tensor) -> Any:
+        return backward(ctx, gradient / 2)
+
+    context_parallel._Join.backward = staticmethod(halved)  # type: ignore[method-assign]
+
+
+@planted
+def unsummed_keys(fault: Fault, engine: Any) -> None:
+    """Gradients of keys and values stay on the context-parallel rank that read them."""
+    from megaswift.engine.megatron import context_parallel
+
+    def own(ctx: Any, gradient: Tensor) -> Any:
+        (index,) = ctx.saved_tensors
+        return gradient.index_select(0, index), None, None, None
+
+    context_parallel._GatherKV.backward = staticmethod(own)  # type: ignore[method-assign]
+
+
+@planted
+def mask_off_by_one(fault: Fault, engine: Any) -> None:
+    """Queries see the next token too."""
+    for module in modules_of(fault, engine):
+        module.register_forward_pre_hook(
+            lambda _m, args: (args[0], args[1].roll(-1, 0), args[2].roll(-1, 0), *args[3:])
+        )
+
+
+@planted
+def received_scaled(fault: Fault, engine: Any) -> None:
+    """What arrives from the stage before is not what it sent."""
+    for layer in modules_of(fault, engine):
+
+        def change(_m: nn.Module, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (args[0] * FACTOR, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * FACTOR}
+
+        layer.register_forward_pre_hook(change, with_kwargs=True)
+
+
+@planted
+def crossed_messages(fault: Fault, engine: Any) -> None:
+    """What arrives from the stage before is of other rows."""
+    for layer in modules_of(fault, engine):
+
+        def change(_m: nn.Module, args: Any, kwargs: Any) -> Any:
+            if args:
+                return (args[0].roll(1, 1), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"].roll(1, 1)}
+
+        layer.register_forward_pre_hook(change, with_kwargs=True)
+
+
+@planted
+def dropped_expert(fault: Fault, engine: Any) -> None:
+    """The first local expert gives zeros."""
+    for mlp in modules_of(fault, engine):
+        experts = mlp.experts
+        expert = experts.local_experts[0] if hasattr(experts, "local_experts") else experts
+        expert.register_forward_hook(lambda _m, _a, out: _first(out, torch.zeros_like))
+
+
+@planted
+def wrong_aux_scale(fault: Fault, engine: Any) -> None:
+    """Auxiliary losses count their tokens once for each tensor-parallel rank."""
+    begin = engine.aux.begin
+    engine.aux.begin = lambda microbatches: begin(microbatches * 2)
+
+
+@planted
+def local_norm(fault: Fault, engine: Any) -> None:
+    """Clipping by the norm of this rank's gradients."""
+    from megaswift.engine.megatron.optim import optimizer
+
+    launch = optimizer._launch_squared_norms
+
+    def alone(*args: Any) -> Any:
+        squares, groups = launch(*args)
+        import torch.distributed as dist
+
+        return [square * dist.get_world_size(group) / 3 for square, group in zip(squares, groups, strict=True)], groups
+
+    optimizer._launch_squared_norms = alone
+
+
+@planted
+def decayed_vectors(fault: Fault, engine: Any) -> None:
+    """Weight decay on norms too."""
+    for group in engine.optimizer.param_groups:
+        group["wd_mult"] = 1.0
+
+
+@planted
+def other_rate(fault: Fault, engine: Any) -> None:
+    """The learning rate of this rank is another one."""
+    for group in engine.optimizer.param_groups:
+        group["lr_mult"] = 1.5
+
+
+@planted
+def lost_update(fault: Fault, engine: Any) -> None:
+    """The optimizer does not change a weight."""
+    targets = [module.weight for module in modules_of(fault, engine)]
+    train = engine.train_batch
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        from megaswift.engine.megatron.checkpoint.optimizer_states import main_weights
+
+        kept = [(m, m.detach().clone()) for w, _, m in main_weights(engine.optimizer) if any(w is t for t in targets)]
+        result = train(*args, **kwargs)
+        for main, before in kept:
+            main.data.copy_(before)
+        return result
+
+    engine.train_batch = step
+
+
+@planted
+def other_tokens(fault: Fault, engine: Any) -> None:
+    """This rank reads other rows than its tensor-parallel neighbours."""
+    from megaswift.bisect import recorder
+
+    take = recorder.StepRecorder.record_step
+
+    def other(self: Any, microbatches: Sequence[Any], loss: Any, lr: float) -> None:
+        from dataclasses import replace
+
+        changed = [replace(b, input_ids=b.input_ids.roll(1, 1)) for b in microbatches]
+        take(self, changed, loss, lr)
+
+    recorder.StepRecorder.record_step = other  # type: ignore[method-assign]
+
+
+@planted
+def recomputed_otherwise(fault: Fault, engine: Any) -> None:
+    """A recomputation reads another input than the forward pass."""
+    for module in modules_of(fault, engine):
+
+        def change(_m: nn.Module, _a: Any, out: Any) -> Any:
+            return _first(out, lambda x: x * FACTOR) if torch.is_grad_enabled() else out
+
+        module.register_forward_hook(change)
+
+
+def _patched_within(modules: Sequence[nn.Module], owner: Any, name: str, other: Callable[..., Any]) -> None:
+    """`owner.name` is `other` while one of the modules runs."""
+    for module in modules:
+        own = module.forward
+
+        def forward(*args: Any, own: Callable[..., Any] = own, **kwargs: Any) -> Any:
+            before = getattr(owner, name)
+            setattr(owner, name, other)
+            try:
+                return own(*args, **kwargs)
+            finally:
+                setattr(owner, name, before)
+
+        module.forward = forward  # type: ignore[method-assign]
+
+
+LAYERS = 4
+QKV, PROJ, FC1, FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
+CORE = "self_attention.core_attention"
+
+
+def _at(layer: int, module: str) -> str:
+    return f"layers.{layer}.{module}"
+
+
+REPORTED: tuple[Fault, ...] = (
+    # of the kinds of Megatron-LM's list of silent faults under composed parallelism
+    Fault("dense tp2 pp2", "wrong_head_range", axis="tp", at=1, answers=("head",), source="composed"),
+    Fault("dense dp2", "wrong_normalizer", answers=("loss",), source="composed"),
+    Fault("dense dp2 pp2", "wrong_normalizer", answers=("loss",), source="composed"),
+    Fault("dense cp2", "scaled_loss_share", answers=("head",), source="composed"),
+    Fault("dense cp2 tp2", "scaled_loss_share", axis="cp", at=1, answers=("head",), source="composed"),
+    Fault("moe tp2 sp ep2", "wrong_aux_scale", answers=("layers.3.mlp",), source="composed"),
+    Fault("moe dp2 ep2", "wrong_aux_scale", answers=("layers.3.mlp",), source="composed"),
+    Fault("moe tp2 sp", "unsynced_norm", 1, "mlp.router.weight", answers=(_at(1, "mlp.router"),), source="composed"),
+    Fault("dense tp2 pp2 tied", "no_tied_sum", answers=("embedding",), source="composed"),
+    Fault("dense pp2 vpp2", "crossed_messages", 1, answers=("layers.0",), source="composed"),
+    Fault("dense dp2 cp2", "averaged_gradient", answers=("@gradient",), source="composed"),
+    Fault("moe dp2", "no_gradient_reduction", module="experts", answers=("@gradient",), source="composed"),
+    Fault("moe dp4 ep2", "no_gradient_reduction", module="experts", answers=("@gradient",), source="composed"),
+    # of the kinds of the faults that TTrace (arXiv:2506.09280) found
+    Fault("dense tp2 pp2", "wrong_vocabulary_range", axis="tp", at=1, answers=("embedding",), source="traced"),
+    Fault("dense recompute=full", "recomputed_otherwise", 2, PROJ, answers=("layers.2",), source="traced"),
+    Fault("dense tp2 recompute=full", "recomputed_otherwise", 1, FC1, answers=("layers.1",), source="traced"),
+    Fault("dense cp2 dp2", "wrong_normalizer", answers=("loss",), source="traced"),
+    Fault("dense dp2", "dropped_label", axis="dp", at=1, answers=("loss",), source="traced"),
+    Fault("dense dp2 do pp2 tied", "no_tied_sum", answers=("embedding",), source="traced"),
+    Fault("moe tp2 sp", "unsynced_norm", 2, "mlp.router.weight", answers=(_at(2, "mlp.router"),), source="traced"),
+    Fault("dense tp2 sp", "unsynced_norm", 1, f"{QKV}.layer_norm_weight", answers=(_at(1, QKV),), source="traced"),
+    Fault("dense tp2", "unsynced_norm", 2, "self_attention.q_layernorm.weight",
+          answers=(_at(2, "self_attention.q_layernorm"),), source="traced"),
+    Fault("dense cp2", "unsummed_keys", answers=("layers.3.self_attention.core_attention",), source="traced"),
+    Fault("dense dp2 do", "lost_update", 1, FC1, answers=(_at(1, FC1),), source="traced"),
+    Fault("dense pp2", "received_scaled", 2, answers=("layers.1",), source="traced"),
+    Fault("dense tp2", "no_backward_reduction", 2, QKV, answers=(_at(2, QKV),), source="traced"),
+    Fault("dense tp2 cp2", "wrong_positions", axis="cp", at=1, answers=(f"{_at(0, CORE)}.query",), source="traced"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the generator may place: a kind, modules, layouts, the axes that it may be confined to."""
+
+    kind: str
+    modules: tuple[str, ...]
+    cases: tuple[str, ...]
+    axes: tuple[str, ...] = ("",)
+    answers: Callable[[int, str], tuple[str, ...]] = lambda layer, module: (_at(layer, module),)
+
+
+EVERY = ("dense tp2 pp2", "dense tp2 sp dp2", "dense cp2 dp2", "dense pp2 vpp2", "dense tp2 cp2", "dense dp2 do pp2")
+SPLIT = ("dense tp2 pp2", "dense tp2", "dense tp2 cp2")
+KINDS: tuple[Kind, ...] = (
+    Kind("scaled_output", (QKV, PROJ, FC1, FC2, CORE, "self_attention.q_layernorm"), EVERY, ("",)),
+    Kind("scaled_output", (QKV, FC1, PROJ), SPLIT, ("tp",)),
+    Kind("shifted_output", (PROJ, FC1, CORE), ("dense cp2 dp2", "dense tp2 pp2"), ("",)),
+    Kind("wrong_shard", (QKV, PROJ, FC1, FC2), EVERY, ("", "dp")),
+    Kind("wrong_shard", (QKV, FC1), SPLIT, ("tp",)),
+    Kind("swapped_rows", (QKV, FC1), EVERY),
+    Kind("no_forward_reduction", (PROJ, FC2), (*SPLIT, "dense tp2 sp dp2")),
+    Kind("no_backward_reduction", (FC1, QKV), SPLIT),
+    Kind("scaled_input_gradient", (PROJ, FC2), EVERY),
+    Kind("scaled_weight_gradient", (QKV, PROJ, FC1, FC2), EVERY),
+    Kind("last_microbatch_only", (QKV, PROJ, FC2), EVERY),
+    Kind("stale_gradient", (QKV, PROJ, FC1, FC2), EVERY),
+    Kind("rounded_gradient", (QKV, PROJ, FC2), EVERY),
+    Kind("mask_off_by_one", (CORE,), EVERY),
+    Kind("lost_update", (QKV, PROJ, FC2), EVERY),
+    Kind("dropped_expert", ("mlp",), ("moe ep2 dp2", "moe tp2 sp ep2"), ("ep", "")),
+    Kind("scaled_output", ("mlp.router",), ("moe ep2 dp2", "moe tp2 sp ep2", "moe pp2")),
+    Kind("other_tokens", ("",), ("dense tp2 pp2", "dense tp2 cp2"), ("tp",), lambda layer, module: ("input_ids",)),
+    Kind("local_norm", ("",), ("dense tp2 pp2", "moe ep2 dp2"), ("",), lambda layer, module: ("@clipped_gradient",)),
+    Kind("other_rate", ("",), ("dense tp2 pp2", "dense dp2 do pp2"), ("pp",), lambda layer, module: ("@weight",)),
+    Kind("decayed_vectors", ("",), ("dense tp2 pp2", "dense cp2 dp2"), ("",), lambda layer, module: ("@weight",)),
+)  # fmt: skip
+
+
+def placed_at_random(count: int, seed: int) -> list[Fault]:
+    """Faults at places that a seed draws: kinds in turn, everything else by chance."""
+    generator = random.Random(seed)
+    found: list[Fault] = []
+    kinds = list(KINDS)
+    while len(found) < count:
+        generator.shuffle(kinds)
+        for kind in kinds[: count - len(found)]:
+            case = generator.choice(kind.cases)
+            axis = generator.choice([a for a in kind.axes if not a or f"{a}2" in case.split()] or [""])
+            module = generator.choice(kind.modules)
+            layer = generator.randrange(LAYERS) if module else 0
+            at = generator.randrange(2) if axis else 0
+            fault = Fault(case, kind.kind, layer, module, axis, at, kind.answers(layer, module))
+            if fault not in found:
+                found.append(fault)
+    return found

@@ -1,0 +1,63 @@
+"""Steps of tiny models on ranks, recorded, and what bisect says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.parity.cases import Case, global_batch, own
+from tests.parity.oracle import Recipe as Optimizer
+
+AUX = {"moe_aux_loss_coeff": 0.02, "moe_z_loss_coeff": 0.01}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ranks record."""
+
+    case: Case
+    model: Path
+    trace: Path
+    fault: Any = None
+    """A `Fault` to plant."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 2
+    """Which of the global batches of the parity tests."""
+
+
+def options_of(task: Task) -> dict[str, Any]:
+    """The options of a case: the optimizer of the parity tests."""
+    from tests.parity.measure import recipe_options
+
+    aux = AUX if task.case.moe else {}
+    return {**recipe_options(Optimizer(max_grad_norm=0.5), False), **aux, **task.options}
+
+
+def record(rank: int, world: int, task: Task) -> None:
+    """Record a step (on the ranks)."""
+    import torch
+
+    from megaswift.bisect.native import record_step
+    from megaswift.losses.sft import CrossEntropy
+    from tests.parity.measure import build
+
+    engine, context = build(task.case, task.model, world, **options_of(task))
+    if task.fault:
+        from tests.bisect.faults import plant
+
+        plant(task.fault, engine, context)
+    mine = own(global_batch(task.case, task.step), task.case.dp, context.layout.coordinates(rank).dp)
+    record_step(engine, mine, CrossEntropy(), 4e-4, task.trace)
+    torch.distributed.barrier()
+    context.close()
+
+
+def verdict(task: Task) -> Any:
+    """Compare what was recorded with Hugging Face."""
+    from megaswift.bisect.judge import judge
+    from megaswift.config import SwiftConfig
+
+    cfg = SwiftConfig(task="sft", model=str(task.model), **task.case.config(**options_of(task)))
+    return judge(task.trace, task.model, cfg)

@@ -1,0 +1,37 @@
+"""No false alarm: every layout of the parity tests' default run, in both dtypes, and Transformer Engine's layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bisect.ranks import Task, verdict
+from tests.parity import cover, cover_te, models
+from tests.parity.cases import Case
+from tests.parity.pool import Pool
+
+CASES = [c for model in cover.SWITCHES for c in cover.default(model)]
+TE_CASES = [*cover_te.default("dense"), *cover_te.default("moe")]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+
+def no_alarm(case: Case, folder: Path, pool: Pool, dtype: str) -> None:
+    """Nothing differs, and nearly everything is compared."""
+    model = models.build(case.variant, folder / "models" / case.variant)
+    task = Task(case, model, folder / f"{case}-{dtype}".replace(" ", "-"), options={"torch_dtype": dtype})
+    pool.run("tests.bisect.ranks:record", task, case.world)
+    found = verdict(task)
+    bad = [f"{v.kind} {v.name} {v.rank}: {v.difference:.2e} > {v.expected:.2e}" for v in found.verdicts if v.bad]
+    assert not bad and len(found.skipped) < 20, bad[:10]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_false_alarm(case: Case, dtype: str, tmp_path: Path, pool: Pool) -> None:
+    no_alarm(case, tmp_path, pool, dtype)
+
+
+@pytest.mark.parametrize("case", TE_CASES, ids=str)
+def test_no_false_alarm_of_transformer_engines_layers(case: Case, tmp_path: Path, te_pool: Pool) -> None:
+    no_alarm(case, tmp_path, te_pool, "float32")

@@ -1,0 +1,34 @@
+"""Model folders cut to their first layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaswift.bisect.first_layers import write_first_layers
+from megaswift.errors import UserError
+from tests.parity import models
+
+
+@pytest.mark.parametrize("variant", ["dense", "qwen3_5_moe"])
+def test_the_first_layers_stay(variant: str, tmp_path: Path) -> None:
+    """transformers computes with the folder what the first layers of the whole model compute."""
+    from transformers import AutoModelForCausalLM
+
+    source = models.build(variant, tmp_path / "whole")
+    cut = write_first_layers(source, tmp_path / "cut", 2)
+    ids = torch.arange(3, 20)[None]
+    whole = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    first = AutoModelForCausalLM.from_pretrained(cut, dtype=torch.float32)
+    assert len(first.model.layers) == 2 and first.config.layer_types == whole.config.layer_types[:2]
+    whole.model.layers = whole.model.layers[:2]
+    assert torch.equal(first(ids, use_cache=False).logits, whole(ids, use_cache=False).logits)
+
+
+def test_more_layers_than_there_are(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
+    with pytest.raises(UserError, match="num_hidden_layers 2"):
+        write_first_layers(tmp_path, tmp_path / "cut", 3)

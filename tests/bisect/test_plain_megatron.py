@@ -1,0 +1,44 @@
+"""The recorder for plain Megatron-LM on Megatron-Core's own GPTModel, layers, schedule and optimizer.
+
+Covers: scripts/record_megatron_lm.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaswift.bisect.compare import Comparison
+from megaswift.bisect.judge import judge
+from megaswift.config import SwiftConfig
+from tests.bisect.plain_megatron import LR, PlainTask, write_model
+from tests.parity.pool import Pool
+from tests.sources import ROOT
+
+
+def compared(folder: Path, pool: Pool, fault: bool) -> Comparison:
+    """A recorded step against Hugging Face."""
+    model = write_model(folder / "model")
+    task = PlainTask(model, folder / f"trace-{fault}", 2, 2, fault)
+    pool.run("tests.bisect.plain_megatron:record", task, 4)
+    options = {"learning_rate": LR, "adam_epsilon": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0}
+    return judge(task.trace, model, SwiftConfig(task="sft", model=str(model), **options))
+
+
+@pytest.mark.process
+def test_megatron_cores_own_model(tmp_path: Path, pool: Pool) -> None:
+    """TP 2, PP 2: without a fault nothing differs; a shard that is 1.001 times too large is named."""
+    found = compared(tmp_path, pool, fault=False)
+    assert found.first is None
+    assert {name.split(" ")[0].split(".", 2)[2] for name in found.skipped} == {"mlp", "pre_cross_attn_layernorm"}
+    kinds = {v.kind for v in found.verdicts}
+    assert kinds == {"input", "output", "loss", "output_gradient", "gradient", "weight"}
+    assert {"output_layer", "layers.3.self_attention.k_layernorm", "embedding"} <= {v.name for v in found.verdicts}
+    first = compared(tmp_path, pool, fault=True).first
+    assert first is not None and (first.name, first.kind) == ("layers.2.mlp.linear_fc1", "output")
+    assert first.place.tp == 1 and first.difference == pytest.approx(1e-3, rel=0.05)
+
+
+def test_the_recorder_is_short() -> None:
+    assert len((ROOT / "scripts/record_megatron_lm.py").read_text().splitlines()) <= 60

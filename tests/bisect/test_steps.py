@@ -1,0 +1,155 @@
+"""Recorded steps of tiny models against Hugging Face: without a fault nothing differs, with one its place is named.
+
+Covers: megaswift/bisect/recorder.py, megaswift/bisect/native.py, megaswift/bisect/reference.py,
+megaswift/bisect/judge.py, megaswift/bisect/compare.py, megaswift/bisect/joined.py, megaswift/bisect/report.py,
+megaswift/bisect/page.py, megaswift/commands/bisect.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaswift.bisect.compare import Comparison
+from megaswift.bisect.judge import judge
+from megaswift.bisect.page import color, page
+from megaswift.bisect.report import layer_ranges, report_json, screen
+from megaswift.bisect.trace import KINDS
+from megaswift.config import SwiftConfig
+from megaswift.errors import UserError
+from megaswift.parallel.layout import Layout
+from tests.bisect.count_faults import Planted
+from tests.bisect.faults import CORE, FC1, PROJ, QKV, Fault
+from tests.bisect.ranks import Task, options_of, verdict
+from tests.parity import models
+from tests.parity.cases import parse
+from tests.parity.pool import Pool
+from tests.trainers.inputs import write_conversations, write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models, traces and reports."""
+    return tmp_path_factory.mktemp("bisect")
+
+
+def recorded(text: str, folder: Path, pool: Pool, **options: object) -> tuple[Task, Comparison]:
+    """A case's step, and what bisect says of it."""
+    case = parse(text)
+    model = models.build(case.variant, folder / "models" / case.variant)
+    task = Task(case, model, folder / text.replace(" ", "-"), options=options)
+    pool.run("tests.bisect.ranks:record", task, case.world)
+    return task, verdict(task)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("text", ["dense tp2 pp2", "moe tp2 sp ep2 do"])
+def test_no_difference(text: str, folder: Path, pool: Pool) -> None:
+    _, found = recorded(text, folder, pool)
+    assert found.first is None and not found.skipped
+    kinds = {v.kind for v in found.verdicts}
+    assert kinds == set(KINDS)
+    names = {v.name for v in found.verdicts if v.kind == "output"}
+    assert {f"layers.3.{CORE}", f"layers.0.{CORE}.query", f"layers.1.{PROJ}", "embedding", "head", "layers.2"} <= names
+    assert all(v.expected < 1e-4 for v in found.verdicts if v.kind in ("output", "output_gradient", "gradient"))
+
+
+@pytest.mark.process
+def test_two_layouts_against_each_other(folder: Path, pool: Pool) -> None:
+    """A trace in parts is joined; bfloat16 has the tolerance of its dtype."""
+    task, found = recorded("dense cp2", folder, pool, torch_dtype="bfloat16")
+    assert found.first is None
+    assert 1e-3 < max(v.expected for v in found.verdicts if v.kind == "output") < 0.5
+    other = replace(task, case=parse("dense tp2"), trace=folder / "other")
+    pool.run("tests.bisect.ranks:record", other, 2)
+    cfg = SwiftConfig(task="sft", model=str(task.model), **task.case.config(**options_of(task)))
+    joined = judge(task.trace, task.model, cfg, other.trace)
+    assert joined.first is None and len(joined.verdicts) == len(found.verdicts)
+    shutil.copytree(task.trace, folder / "shorter")
+    for file in (folder / "shorter").glob("rank-*.json"):
+        file.write_text(file.read_text().replace('"loss_weights"', '"labels"'))
+    with pytest.raises(UserError, match="other rows"):
+        judge(task.trace, task.model, cfg, folder / "shorter")
+
+
+FAULTS = [
+    Fault("dense tp2 pp2", "no_forward_reduction", 2, PROJ, answers=(f"layers.2.{PROJ}",)),
+    Fault("dense tp2 pp2", "no_backward_reduction", 3, FC1, answers=(f"layers.3.{FC1}",)),
+    Fault("dense tp2 pp2", "wrong_shard", 1, QKV, "tp", 1, answers=(f"layers.1.{QKV}",)),
+    Fault("dense tp2 pp2", "local_norm", answers=("@clipped_gradient",)),
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_is_named(fault: Fault, planted: Planted) -> None:
+    answer = planted.answer(fault)
+    assert answer.right, f"{answer.name}: {answer.text}"
+
+
+@pytest.fixture(scope="module")
+def planted(folder: Path, pool: Pool) -> Planted:
+    """Plants faults in the session's ranks."""
+    return Planted(pool, folder)
+
+
+@pytest.mark.process
+def test_the_report(planted: Planted) -> None:
+    """The example of the page: the text, the JSON and the picture name the first tensor."""
+    fault = FAULTS[2]
+    found = planted.comparison(fault)
+    layout = Layout(4, tp=2, pp=2)
+    text = screen(found, layout, "Hugging Face").splitlines()
+    assert text[1].startswith(
+        f"first difference: layers.1.{QKV}, output, micro-batch 0, rank 1 (tp 1, pp 0): 1.0e-02, "
+    )
+    assert text[2].startswith("ranks differ along tp; no layer agrees everywhere; outputs of layers 0 agree")
+    assert layer_ranges(found)[1] == "0"
+    facts = report_json(found, layout, "Hugging Face")
+    assert facts["first"]["rank"] == 1 and facts["suspect"] == f"layers.1.{QKV}" and not facts["agrees"]
+    drawn = page(found, layout, "<hf>")
+    assert (
+        f"layers.1.{QKV}, output, micro-batch 0" in drawn
+        and "&lt;hf&gt;" in drawn
+        and drawn.count('stroke-width="3"') == 1
+    )
+
+
+def test_colors() -> None:
+    """Green within the tolerance; beyond, red grows by powers of ten."""
+    hues = [int(color(ratio).split("(")[1].split()[0]) for ratio in (0.0, 1.0, 2.0, 100.0, 1e9, float("inf"))]
+    assert hues[:2] == [140, 140] and hues[2] > hues[3] > hues[4] == hues[5] == 0
+
+
+def run_command(rank: int, world: int, words: list[str]) -> int:
+    """The command, in a process that may start others (on a rank)."""
+    import os
+
+    from megaswift.cli import main
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    return main(["bisect", *words])
+
+
+@pytest.mark.process
+def test_the_command(tmp_path: Path, pool: Pool) -> None:
+    """A user's own file and data, the first layers of the model, and the trace that is left."""
+    model = write_model(tmp_path / "model", layers=3)
+    data = write_conversations(tmp_path / "data.jsonl")
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"task: sft\nmodel: {model}\ndataset: [{data}]\ndataset_cache_dir: {tmp_path}/cache\ntrain_type: full\n"
+        "per_device_train_batch_size: 2\nglobal_batch_size: 4\nlearning_rate: 1e-3\n"
+    )
+    out = tmp_path / "report"
+    words = [str(run), "--layout", "tp2 dp2", "--layers", "2", "--output", str(out), "--keep_trace"]
+    [code] = pool.run("tests.bisect.test_steps:run_command", [*words, "--torch_dtype", "float32"], 1)
+    facts = json.loads((out / "bisect.json").read_text())
+    assert code == 0 and facts["agrees"] and facts["layout"] == "TP2 SP DP2" and facts["layers_that_agree"] == "0 to 1"
+    assert {row["name"] for row in facts["tensors"]} >= {"layers.1.mlp.linear_fc2", "input_ids"}
+    assert (out / "trace" / "trace.json").exists() and "No difference" in (out / "bisect.html").read_text()
