@@ -48,7 +48,7 @@ LAYERS = {
     "rewards": 5,
     "trainers": 6,
     "run": 7,
-    "bisect": 8,
+    "bisection": 8,
     "board": 8,
     "cli": 8,
     "commands": 8,

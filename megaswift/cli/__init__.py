@@ -206,7 +206,7 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _bisect(argv: list[str]) -> int:
-    from megaswift.commands.bisect import main as bisect
+    from megaswift.commands.bisection import main as bisect
 
     return bisect(argv)
 

@@ -1,4 +1,4 @@
-"""`python -m tests.bisect.count_faults [--random N] [--seed S]`: plants faults, and counts how many bisect finds."""
+"""`python -m tests.bisection.count_faults [--random N] [--seed S]`: plants faults, and counts how many bisect finds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaswift.bisect.compare import Comparison, compare
-from megaswift.bisect.judge import placement_of, references_of
-from megaswift.bisect.report import suspect, verdict_text
-from megaswift.bisect.trace import Trace
+from megaswift.bisection.compare import Comparison, compare
+from megaswift.bisection.judge import placement_of, references_of
+from megaswift.bisection.report import suspect, verdict_text
+from megaswift.bisection.trace_folder import Trace
 from megaswift.config import SwiftConfig
 from megaswift.parallel.layout import Layout
-from tests.bisect.faults import REPORTED, Fault, placed_at_random
-from tests.bisect.ranks import Task, options_of
+from tests.bisection.faults import REPORTED, Fault, placed_at_random
+from tests.bisection.ranks import Task, options_of
 from tests.parity import models
 from tests.parity.cases import parse
 from tests.parity.pool import Pool
@@ -75,7 +75,7 @@ class Planted:
         case = parse(fault.case)
         model = models.build(case.variant, self.folder / "models" / case.variant)
         task = Task(case, model, Path(tempfile.mkdtemp(dir=self.folder)), fault)
-        self.pool.run("tests.bisect.ranks:record", task, case.world)
+        self.pool.run("tests.bisection.ranks:record", task, case.world)
         trace = Trace.open(task.trace)
         if fault.case not in self._references:
             cfg = SwiftConfig(task="sft", model=str(model), **case.config(**options_of(task)))
@@ -92,7 +92,7 @@ def layout_of(fault: Fault) -> Layout:
 
 def main() -> int:
     """Print every answer, and the counts."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bisect.count_faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.bisection.count_faults", description=__doc__)
     parser.add_argument("--random", type=int, default=RANDOM)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--only", default="", help="text that a fault's line has to contain")

@@ -161,6 +161,7 @@ def last_microbatch_only(fault: Fault, engine: Any) -> None:
 def unsynced_norm(fault: Fault, engine: Any) -> None:
     """A norm's or router's gradient that is not summed over tensor-parallel ranks."""
     path, _, name = fault.module.rpartition(".")
+    engine.config.qk_layernorm = False  # by which Megatron-Core (0.16) finds norms of queries again
     for module in modules_of(Fault(fault.case, fault.kind, fault.layer, path), engine):
         getattr(module, name).sequence_parallel = False
 
@@ -346,7 +347,7 @@ def dropped_expert(fault: Fault, engine: Any) -> None:
     for mlp in modules_of(fault, engine):
         experts = mlp.experts
         expert = experts.local_experts[0] if hasattr(experts, "local_experts") else experts
-        expert.register_forward_hook(lambda _m, _a, out: _first(out, torch.zeros_like))
+        expert.register_forward_hook(lambda _m, _a, out: _first(out, lambda x: x * 0))
 
 
 @planted
@@ -407,7 +408,7 @@ def lost_update(fault: Fault, engine: Any) -> None:
 @planted
 def other_tokens(fault: Fault, engine: Any) -> None:
     """This rank reads other rows than its tensor-parallel neighbours."""
-    from megaswift.bisect import recorder
+    from megaswift.bisection import recorder
 
     take = recorder.StepRecorder.record_step
 

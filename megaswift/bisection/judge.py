@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from megaswift.bisect.compare import RUNS, Comparison, compare, inputs_of
-from megaswift.bisect.joined import joined_step
-from megaswift.bisect.placement import Placement, plan_entry
-from megaswift.bisect.reference import HuggingFaceStep, Recipe, ReferenceStep
-from megaswift.bisect.trace import OF_PARAMETERS, OUTPUT, Trace
+from megaswift.bisection.compare import RUNS, Comparison, compare, inputs_of
+from megaswift.bisection.joined import joined_step
+from megaswift.bisection.placement import Placement, plan_entry
+from megaswift.bisection.reference import HuggingFaceStep, Recipe, ReferenceStep
+from megaswift.bisection.trace_folder import OF_PARAMETERS, OUTPUT, Trace
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.errors import Problem, UserError

@@ -7,10 +7,10 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from megaswift.bisect.compare import inputs_of
-from megaswift.bisect.placement import Placement, is_activation, plan_entry
-from megaswift.bisect.reference import ReferenceStep, rows_of
-from megaswift.bisect.trace import INPUT, LOSS, OF_PARAMETERS, Entry, Trace
+from megaswift.bisection.compare import inputs_of
+from megaswift.bisection.placement import Placement, is_activation, plan_entry
+from megaswift.bisection.reference import ReferenceStep, rows_of
+from megaswift.bisection.trace_folder import INPUT, LOSS, OF_PARAMETERS, Entry, Trace
 from megaswift.parallel.layout import Coordinates
 
 

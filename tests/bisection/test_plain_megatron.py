@@ -1,6 +1,6 @@
 """The recorder for plain Megatron-LM on Megatron-Core's own GPTModel, layers, schedule and optimizer.
 
-Covers: scripts/record_megatron_lm.py.
+scripts/record_megatron_lm.py is imported as a user's script would.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.bisect.compare import Comparison
-from megaswift.bisect.judge import judge
+from megaswift.bisection.compare import Comparison
+from megaswift.bisection.judge import judge
 from megaswift.config import SwiftConfig
-from tests.bisect.plain_megatron import LR, PlainTask, write_model
+from tests.bisection.plain_megatron import LR, PlainTask, write_model
 from tests.parity.pool import Pool
 from tests.sources import ROOT
 
@@ -21,7 +21,7 @@ def compared(folder: Path, pool: Pool, fault: bool) -> Comparison:
     """A recorded step against Hugging Face."""
     model = write_model(folder / "model")
     task = PlainTask(model, folder / f"trace-{fault}", 2, 2, fault)
-    pool.run("tests.bisect.plain_megatron:record", task, 4)
+    pool.run("tests.bisection.plain_megatron:record", task, 4)
     options = {"learning_rate": LR, "adam_epsilon": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0}
     return judge(task.trace, model, SwiftConfig(task="sft", model=str(model), **options))
 

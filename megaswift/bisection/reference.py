@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from megaswift.bisect.placement import Rows, plan_entry
-from megaswift.bisect.trace import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT, WEIGHT
+from megaswift.bisection.placement import Rows, plan_entry
+from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT, WEIGHT
 from megaswift.bridge.plan import WeightPlan
 
 ATTENTION = "megaswift_bisect"
@@ -402,7 +402,7 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     for listener in _listening:
-        listener(module.layer_idx, query, key)
+        listener(int(module.layer_idx), query, key)  # type: ignore[arg-type]
     return sdpa_attention_forward(module, query, key, *args, **kwargs)
 
 

@@ -77,7 +77,7 @@ def record(rank: int, world: int, task: PlainTask) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megaswift.bisect.placement import plan_entry
+    from megaswift.bisection.placement import plan_entry
     from megaswift.bridge.plan import WeightPlan
     from megaswift.bridge.weight_source import open_weights
     from megaswift.engine.megatron.parallel_context import ParallelContext

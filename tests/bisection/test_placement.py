@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.bisect.placement import Placement, Rows
-from megaswift.bisect.trace import Entry
+from megaswift.bisection.placement import Placement, Rows
+from megaswift.bisection.trace_folder import Entry
 from megaswift.bridge.plan import WeightPlan
 from megaswift.families import family_of
 from megaswift.parallel.layout import Layout

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaswift.bisect.placement import Placement, plan_entry
-from megaswift.bisect.reference import Microbatch, ReferenceStep, rows_of
-from megaswift.bisect.trace import INPUT, KINDS, LOSS, OF_PARAMETERS, Entry, RankTrace, Trace
+from megaswift.bisection.placement import Placement, plan_entry
+from megaswift.bisection.reference import Microbatch, ReferenceStep, rows_of
+from megaswift.bisection.trace_folder import INPUT, KINDS, LOSS, OF_PARAMETERS, Entry, RankTrace, Trace
 from megaswift.parallel.layout import Coordinates
 
 RUNS = 5

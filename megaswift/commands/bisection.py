@@ -22,7 +22,7 @@ from megaswift.options.tasks import SUPERVISED
 from megaswift.parallel.layout import Layout, requested_axis_sizes, size_problems
 
 if TYPE_CHECKING:
-    from megaswift.bisect.compare import Comparison
+    from megaswift.bisection.compare import Comparison
 
 DIFFERENT = 1
 """Exit code; 0: no difference, 2: a mistake in the command."""
@@ -68,8 +68,8 @@ def main(argv: list[str]) -> int:
             kept = given.output / "trace"
             shutil.rmtree(kept, ignore_errors=True)
             shutil.copytree(Path(scratch) / "trace", kept, ignore=shutil.ignore_patterns("run"))
-    from megaswift.bisect.page import page
-    from megaswift.bisect.report import report_json, screen
+    from megaswift.bisection.page import page
+    from megaswift.bisection.report import report_json, screen
 
     against = "Hugging Face" if given.against == HUGGING_FACE else given.against
     given.output.mkdir(parents=True, exist_ok=True)
@@ -90,8 +90,8 @@ def _compare(given: argparse.Namespace, words: list[str], scratch: Path) -> tupl
     cfg, layout = _on_this_machine(cfg, given.layout, given.layers, scratch)
     other, other_cfg = _other(given, scratch)
 
-    from megaswift.bisect.judge import judge
-    from megaswift.bisect.native import MODEL, record_on_processes
+    from megaswift.bisection.judge import judge
+    from megaswift.bisection.native import MODEL, record_on_processes
 
     trace = scratch / "trace"
     log.info(f"one step on {log.count_text(layout.world_size, 'process')}: {layout.describe()}")
@@ -108,8 +108,8 @@ def _compare(given: argparse.Namespace, words: list[str], scratch: Path) -> tupl
 
 def _compare_trace(given: argparse.Namespace, words: list[str]) -> tuple[Comparison, Layout]:
     """RUN is a trace that another program may have written."""
-    from megaswift.bisect.judge import judge
-    from megaswift.bisect.trace import Trace
+    from megaswift.bisection.judge import judge
+    from megaswift.bisection.trace_folder import Trace
 
     trace = Trace.open(given.run)
     if given.model_of_trace is None:
@@ -168,7 +168,7 @@ def _on_this_machine(
         options |= {"first_stage_layers": None, "last_stage_layers": None}
     options |= {"engine": NATIVE, "nproc_per_node": None, "nnodes": None, "output_dir": str(scratch / "out")}
     if layers is not None:
-        from megaswift.bisect.first_layers import write_first_layers
+        from megaswift.bisection.first_layers import write_first_layers
         from megaswift.folders.source import locate_model
 
         source = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)

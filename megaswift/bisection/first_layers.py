@@ -49,9 +49,8 @@ def write_first_layers(source: Path, target: Path, layers: int, weights: bool = 
         for number, key in enumerate(stored.names()):
             match = LAYER.search(key)
             if match is None or int(match[1]) < layers:
-                file = f"model-{number:05}.safetensors"
-                save_file({key: stored.slice(key).contiguous()}, target / file, metadata={"format": "pt"})
-                index[key] = file
+                index[key] = f"model-{number:05}.safetensors"
+                save_file({key: stored.slice(key).contiguous()}, target / index[key], metadata={"format": "pt"})
         (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return target
 

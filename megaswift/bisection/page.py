@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from html import escape
 
-from megaswift.bisect.compare import Comparison, Verdict
-from megaswift.bisect.report import NAMED, axes_text, layer_ranges, suspect, verdict_text
-from megaswift.bisect.trace import KINDS
+from megaswift.bisection.compare import Comparison, Verdict
+from megaswift.bisection.report import NAMED, axes_text, layer_ranges, suspect, verdict_text
+from megaswift.bisection.trace_folder import KINDS
 from megaswift.parallel.layout import Layout
 
 CELL, GAP, LEFT, TOP = 78, 4, 150, 52
@@ -87,16 +87,16 @@ def picture(found: Comparison, layout: Layout) -> str:
         out.append(f'<text x="{LEFT - 10}" y="{top + 16}" text-anchor="end">{escape(row)}</text>')
         for x, column in enumerate(columns):
             left = LEFT + x * (CELL + GAP)
-            verdict = worst.get((row, column))
-            fill = NO_TENSOR if verdict is None else color(_ratio(verdict))
+            shown = worst.get((row, column))
+            fill = NO_TENSOR if shown is None else color(_ratio(shown))
             here = (
                 first is not None
                 and verdict is not None
                 and (_row_of(first), (first.kind, first.place.pp)) == (row, column)
             )
             edge = ' stroke="currentColor" stroke-width="3"' if here else ""
-            title = "" if verdict is None else f"<title>{escape(verdict_text(verdict, layout))}</title>"
-            opacity = ' opacity=".25"' if verdict is None else ""
+            title = "" if shown is None else f"<title>{escape(verdict_text(shown, layout))}</title>"
+            opacity = ' opacity=".25"' if shown is None else ""
             out.append(
                 f'<rect x="{left}" y="{top}" width="{CELL}" height="{ROW}" rx="3" fill="{fill}"{edge}{opacity}>'
                 f"{title}</rect>"

@@ -1,8 +1,8 @@
 """Recorded steps of tiny models against Hugging Face: without a fault nothing differs, with one its place is named.
 
-Covers: megaswift/bisect/recorder.py, megaswift/bisect/native.py, megaswift/bisect/reference.py,
-megaswift/bisect/judge.py, megaswift/bisect/compare.py, megaswift/bisect/joined.py, megaswift/bisect/report.py,
-megaswift/bisect/page.py, megaswift/commands/bisect.py.
+Covers: megaswift/bisection/recorder.py, megaswift/bisection/native.py, megaswift/bisection/reference.py,
+megaswift/bisection/judge.py, megaswift/bisection/compare.py, megaswift/bisection/joined.py,
+megaswift/bisection/report.py, megaswift/bisection/page.py, megaswift/commands/bisection.py.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.bisect.compare import Comparison
-from megaswift.bisect.judge import judge
-from megaswift.bisect.page import color, page
-from megaswift.bisect.report import layer_ranges, report_json, screen
-from megaswift.bisect.trace import KINDS
+from megaswift.bisection.compare import Comparison
+from megaswift.bisection.judge import judge
+from megaswift.bisection.page import color, page
+from megaswift.bisection.report import layer_ranges, report_json, screen
+from megaswift.bisection.trace_folder import KINDS
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
 from megaswift.parallel.layout import Layout
-from tests.bisect.count_faults import Planted
-from tests.bisect.faults import CORE, FC1, PROJ, QKV, Fault
-from tests.bisect.ranks import Task, options_of, verdict
+from tests.bisection.count_faults import Planted
+from tests.bisection.faults import CORE, FC1, PROJ, QKV, Fault
+from tests.bisection.ranks import Task, options_of, verdict
 from tests.parity import models
 from tests.parity.cases import parse
 from tests.parity.pool import Pool
@@ -42,7 +42,7 @@ def recorded(text: str, folder: Path, pool: Pool, **options: object) -> tuple[Ta
     case = parse(text)
     model = models.build(case.variant, folder / "models" / case.variant)
     task = Task(case, model, folder / text.replace(" ", "-"), options=options)
-    pool.run("tests.bisect.ranks:record", task, case.world)
+    pool.run("tests.bisection.ranks:record", task, case.world)
     return task, verdict(task)
 
 
@@ -65,7 +65,7 @@ def test_two_layouts_against_each_other(folder: Path, pool: Pool) -> None:
     assert found.first is None
     assert 1e-3 < max(v.expected for v in found.verdicts if v.kind == "output") < 0.5
     other = replace(task, case=parse("dense tp2"), trace=folder / "other")
-    pool.run("tests.bisect.ranks:record", other, 2)
+    pool.run("tests.bisection.ranks:record", other, 2)
     cfg = SwiftConfig(task="sft", model=str(task.model), **task.case.config(**options_of(task)))
     joined = judge(task.trace, task.model, cfg, other.trace)
     assert joined.first is None and len(joined.verdicts) == len(found.verdicts)
@@ -148,7 +148,7 @@ def test_the_command(tmp_path: Path, pool: Pool) -> None:
     )
     out = tmp_path / "report"
     words = [str(run), "--layout", "tp2 dp2", "--layers", "2", "--output", str(out), "--keep_trace"]
-    [code] = pool.run("tests.bisect.test_steps:run_command", [*words, "--torch_dtype", "float32"], 1)
+    [code] = pool.run("tests.bisection.test_steps:run_command", [*words, "--torch_dtype", "float32"], 1)
     facts = json.loads((out / "bisect.json").read_text())
     assert code == 0 and facts["agrees"] and facts["layout"] == "TP2 SP DP2" and facts["layers_that_agree"] == "0 to 1"
     assert {row["name"] for row in facts["tensors"]} >= {"layers.1.mlp.linear_fc2", "input_ids"}

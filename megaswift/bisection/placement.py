@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megaswift.bisect.trace import BACKWARD, OUTPUT, Entry
+from megaswift.bisection.trace_folder import BACKWARD, OUTPUT, Entry
 from megaswift.bridge.hf.source import Slices
 from megaswift.bridge.plan import PlanEntry, WeightPlan
 from megaswift.models.spec import ModelSpec

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.bisect.trace import Entry, RankTrace, Trace, write_index
+from megaswift.bisection.trace_folder import Entry, RankTrace, Trace, write_index
 from megaswift.errors import UserError
 from megaswift.parallel.layout import Layout
 

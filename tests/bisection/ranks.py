@@ -39,13 +39,13 @@ def record(rank: int, world: int, task: Task) -> None:
     """Record a step (on the ranks)."""
     import torch
 
-    from megaswift.bisect.native import record_step
+    from megaswift.bisection.native import record_step
     from megaswift.losses.sft import CrossEntropy
     from tests.parity.measure import build
 
     engine, context = build(task.case, task.model, world, **options_of(task))
     if task.fault:
-        from tests.bisect.faults import plant
+        from tests.bisection.faults import plant
 
         plant(task.fault, engine, context)
     mine = own(global_batch(task.case, task.step), task.case.dp, context.layout.coordinates(rank).dp)
@@ -56,7 +56,7 @@ def record(rank: int, world: int, task: Task) -> None:
 
 def verdict(task: Task) -> Any:
     """Compare what was recorded with Hugging Face."""
-    from megaswift.bisect.judge import judge
+    from megaswift.bisection.judge import judge
     from megaswift.config import SwiftConfig
 
     cfg = SwiftConfig(task="sft", model=str(task.model), **task.case.config(**options_of(task)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bisect.ranks import Task, verdict
+from tests.bisection.ranks import Task, verdict
 from tests.parity import cover, cover_te, models
 from tests.parity.cases import Case
 from tests.parity.pool import Pool
@@ -20,7 +20,7 @@ def no_alarm(case: Case, folder: Path, pool: Pool, dtype: str) -> None:
     """Nothing differs, and nearly everything is compared."""
     model = models.build(case.variant, folder / "models" / case.variant)
     task = Task(case, model, folder / f"{case}-{dtype}".replace(" ", "-"), options={"torch_dtype": dtype})
-    pool.run("tests.bisect.ranks:record", task, case.world)
+    pool.run("tests.bisection.ranks:record", task, case.world)
     found = verdict(task)
     bad = [f"{v.kind} {v.name} {v.rank}: {v.difference:.2e} > {v.expected:.2e}" for v in found.verdicts if v.bad]
     assert not bad and len(found.skipped) < 20, bad[:10]

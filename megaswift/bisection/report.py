@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from megaswift.bisect.compare import Comparison, Verdict, facts
-from megaswift.bisect.trace import BACKWARD, CLIPPED, GRADIENT, INPUT, KINDS, LOSS, OUTPUT, WEIGHT
+from megaswift.bisection.compare import Comparison, Verdict, facts
+from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, INPUT, KINDS, LOSS, OUTPUT, WEIGHT
 from megaswift.parallel.layout import Layout
 
 NAMED = {
@@ -44,7 +44,8 @@ def axes_text(found: Comparison, layout: Layout) -> str:
     if first is None:
         return ""
     states = {v.rank: v.bad for v in found.like(first) if v.kind == first.kind and v.name == first.name}
-    agree, differ = [], []
+    agree: list[str] = []
+    differ: list[str] = []
     for axis in AXES:
         if getattr(layout, axis) == 1:
             continue

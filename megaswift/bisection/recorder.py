@@ -16,7 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megaswift.bisect.trace import BACKWARD, CLIPPED, FIELDS, GRADIENT, INPUT, LOSS, OUTPUT, WEIGHT, Entry, RankTrace
+from megaswift.bisection.trace_folder import (
+    BACKWARD,
+    CLIPPED,
+    FIELDS,
+    GRADIENT,
+    INPUT,
+    LOSS,
+    OUTPUT,
+    WEIGHT,
+    Entry,
+    RankTrace,
+)
 from megaswift.engine.megatron.checkpoint.optimizer_states import main_weights
 from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.engine.megatron.layers.post_norm import ScaledPostNormProjection
@@ -158,7 +169,8 @@ class StepRecorder:
                 if not seen:
                     seen.append(1)
                     for name, weight, start, main in self._main_weights():
-                        flat = weight.main_grad.reshape(-1)[start : start + main.numel()]
+                        flat = weight.main_grad.reshape(-1)  # type: ignore[attr-defined]
+                        flat = flat[start : start + main.numel()]
                         self.trace.add(Entry(GRADIENT, name, None, start), flat.float())
                 return prepare()
 

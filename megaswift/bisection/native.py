@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,14 +20,16 @@ from megaswift.parallel.layout import Layout
 from megaswift.version import __version__
 
 SLOWEST_S = 3600.0
+LINES = 30
+"""Of a failed rank's output that are shown."""
 MODEL = "model"
 """Folder of drawn weights, in a trace."""
 
 
 def record_step(engine: Any, microbatches: Sequence[Batch], loss: Loss, lr: float, folder: Path, **more: Any) -> None:
     """Take one optimizer step of the native engine and write its trace; each rank writes its own files. Collective."""
-    from megaswift.bisect.recorder import StepRecorder
-    from megaswift.bisect.trace import write_index
+    from megaswift.bisection.recorder import StepRecorder
+    from megaswift.bisection.trace_folder import write_index
 
     recorder = StepRecorder(engine)
     recorder.record_step(microbatches, loss, lr)
@@ -81,7 +82,7 @@ def record_on_processes(cfg: SwiftConfig, layout: Layout, folder: Path) -> None:
         ended = multiprocessing.connection.wait(list(sentinels), SLOWEST_S)
         failed = not ended
         for sentinel in ended:
-            failed |= sentinels.pop(sentinel).exitcode != 0  # type: ignore[call-overload]
+            failed |= sentinels.pop(sentinel).exitcode != 0  # type: ignore[arg-type]
         if failed:
             for process in sentinels.values():
                 process.join(1.0)
@@ -106,24 +107,23 @@ def _rank(cfg: SwiftConfig, rank: int, world: int, port: int, folder: Path) -> N
     output = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    code = 1
     try:
         record_run(cfg, folder)
-        code = 0
     except UserError as error:
         (folder / f"rank-{rank}.error").write_text(error.message())
-    except Exception as error:  # noqa: BLE001 - the parent tells it
-        (folder / f"rank-{rank}.error").write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        sys.exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without waiting for threads of libraries
 
 
 def _reason(folder: Path) -> str:
-    """What the ranks that failed have said, each text once."""
+    """What the ranks that failed have said, each text once; else the end of a rank's output."""
     texts = dict.fromkeys(file.read_text().strip() for file in sorted(folder.glob("rank-*.error")))
-    return "failed: " + ("\n".join(texts) or f"see {folder}/rank-*.log")
+    if not texts:
+        logs = [file.read_text(errors="replace") for file in sorted(folder.glob("rank-*.log"))]
+        texts = dict.fromkeys("\n".join(text.splitlines()[-LINES:]) for text in logs if "Traceback" in text)
+    return "failed: " + "\n".join(texts)
 
 
 def _free_port() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaswift.bisect.first_layers import write_first_layers
+from megaswift.bisection.first_layers import write_first_layers
 from megaswift.errors import UserError
 from tests.parity import models
 
