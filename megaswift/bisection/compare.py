@@ -22,6 +22,7 @@ from megaswift.parallel.layout import Coordinates
 
 RUNS = 5
 FACTOR = 4.0
+LABELS = "labels"
 
 
 Order = tuple[int, int, int, float, str]
@@ -222,16 +223,29 @@ def _order(entry: Entry, place: Coordinates, order: Mapping[tuple[str, str], int
 def _inputs(
     trace: Trace, ranks: Iterable[RankTrace], rows: Mapping[Microbatch, Mapping[str, Tensor]]
 ) -> Iterator[Verdict]:
-    """Ranks of one data-parallel replica have the same rows."""
+    """Ranks of one data-parallel replica have the same rows, whose labels are the next tokens."""
     for one in ranks:
         place = trace.layout.coordinates(one.rank)
         for entry, tensor in one.tensors.items():
             if entry.kind != INPUT or entry.microbatch is None:
                 continue
-            want = rows.get((place.dp, entry.microbatch), {}).get(entry.name)
+            fields = rows.get((place.dp, entry.microbatch), {})
+            want = fields.get(entry.name)
             same = want is not None and want.shape == tensor.shape and torch.equal(want, tensor)
+            if entry.name == LABELS:
+                same = same and _labels_are_next_tokens(fields)
             order: Order = (0, place.dp, entry.microbatch, 0, entry.name)
             yield Verdict(one.rank, place, INPUT, entry.name, entry.microbatch, 0.0 if same else math.inf, 0.0, order)
+
+
+def _labels_are_next_tokens(fields: Mapping[str, Tensor]) -> bool:
+    """Whether each label that counts follows its token, as far as the token after it is in the same document."""
+    ids, labels, weights = (fields[name] for name in ("input_ids", LABELS, "loss_weights"))
+    counted = weights[:, :-1] != 0
+    if "cu_seqlens" in fields:
+        ends = fields["cu_seqlens"].long()[1:-1] - 1
+        counted[:, ends] = False
+    return torch.equal(labels[:, :-1][counted], ids[:, 1:][counted])
 
 
 def _rms(tensor: Tensor) -> float:

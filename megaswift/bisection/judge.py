@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,8 @@ class References:
     """The reference's step, and those from perturbed weights."""
 
     base: ReferenceStep
-    perturbed: Sequence[ReferenceStep]
+    perturbed: Iterable[ReferenceStep]
+    """Each is computed when it is asked for, once: a large model's do not fit memory together."""
 
 
 def placement_of(trace: Trace, model: Path) -> Placement:
@@ -71,7 +72,7 @@ def references_of(trace: Trace, model: Path, cfg: SwiftConfig) -> References:
     reference = HuggingFaceStep(model, placement.plan, getattr(torch, trace.about["dtype"]), recipe)
     rows = inputs_of(trace)
     base = reference.run(rows, names, trained)
-    return References(base, [reference.run(rows, names, trained, seed) for seed in range(RUNS)])
+    return References(base, (reference.run(rows, names, trained, seed) for seed in range(RUNS)))
 
 
 def judge(folder: Path, model: Path, cfg: SwiftConfig, other: Path | None = None) -> Comparison:

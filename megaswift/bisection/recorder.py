@@ -41,6 +41,8 @@ MIXTURE = re.compile(r"layers\.\d+\.mlp")
 UNCOUNTED = re.compile(r"^mtp|\.experts\.|^embedding|^output_layer")
 """Modules with weights whose outputs have no counterpart, or that are never called."""
 CORE = ".core_attention"
+ACTIVATION = re.compile(r"(.*mlp(?:\.shared_experts)?)\.linear_fc2")
+"""A product whose input is recorded too: the output of the activation function, which is no module."""
 HEAD = "head"
 EMBEDDING = "embedding"
 ROTATED = ("query", "key")
@@ -64,14 +66,16 @@ class StepRecorder:
                 for name, module in self._modules(chunk):
                     hook = module.register_forward_hook(self._hook(name))
                     hooks.callback(hook.remove)
+                    if match := ACTIVATION.fullmatch(name):
+                        record = _with_input(self._hook(f"{match[1]}.activation"))
+                        hooks.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
                     if name.endswith(CORE) and not self.engine.config.multi_latent_attention:
                         hooks.callback(module.register_forward_pre_hook(self._rotated_hook(name)).remove)
                 hooks.callback(chunk.register_forward_hook(self._head_hook(chunk)).remove)
                 for layer in chunk.decoder.layers[:1]:
                     if layer.layer_number > 1:
-                        before = self._hook(f"layers.{layer.layer_number - 2}")
-                        wrapped = _with_received(before)
-                        hooks.callback(layer.register_forward_pre_hook(wrapped, with_kwargs=True).remove)
+                        record = _with_input(self._hook(f"layers.{layer.layer_number - 2}"))
+                        hooks.callback(layer.register_forward_pre_hook(record, with_kwargs=True).remove)
             yield
 
     def _modules(self, chunk: SwiftGPT) -> Iterator[tuple[str, nn.Module]]:
@@ -197,8 +201,8 @@ def _does_more_than_hugging_faces(module: nn.Module) -> bool:
     return isinstance(module, ScaledPostNormProjection) and (module.post_layernorm is not None or module.scale != 1.0)
 
 
-def _with_received(hook: Callable[..., None]) -> Callable[..., None]:
-    """As a hook on the input of a stage's first layer: what arrived from the stage before."""
+def _with_input(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook for outputs, as one for a module's first input."""
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hook(module, args, args[0] if args else kwargs["hidden_states"])

@@ -24,8 +24,8 @@ from megaswift.bridge.plan import WeightPlan
 
 ATTENTION = "megaswift_bisect"
 CORE = ".self_attention.core_attention"
-FIRST_OF_PARTS = {".query": 1, ".key": 2}
-"""Arguments of transformers' attention functions."""
+INPUT_OF = {"core_attention": "linear_proj", "activation": "linear_fc2"}
+"""Outputs that are no module's of transformers, and the module of Megatron that reads them."""
 CLIP_EPSILON = 1e-6
 Microbatch = tuple[int, int]
 """(data-parallel rank, number)."""
@@ -238,8 +238,9 @@ class _Pass:
         for number, layer in enumerate(layers):
             hooks.callback(layer.register_forward_hook(partial(self._on_output, f"layers.{number}")).remove)
         for name in sorted(self.names):
-            if name.endswith(CORE):
-                for module in self.owner.modules(self.model, f"{name.removesuffix('.core_attention')}.linear_proj"):
+            stem, _, last = name.rpartition(".")
+            if last in INPUT_OF:
+                for module in self.owner.modules(self.model, f"{stem}.{INPUT_OF[last]}"):
                     hook = partial(self._on_input, name)
                     hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             elif name.endswith(".mlp"):

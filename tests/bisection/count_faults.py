@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megaswift.bisection.compare import Comparison, compare
-from megaswift.bisection.judge import placement_of, references_of
+from megaswift.bisection.judge import References, placement_of, references_of
 from megaswift.bisection.report import suspect, verdict_text
 from megaswift.bisection.trace_folder import Trace
 from megaswift.config import SwiftConfig
 from megaswift.parallel.layout import Layout
-from tests.bisection.faults import REPORTED, Fault, placed_at_random
+from tests.bisection.faults import DELTA_NETS, REPORTED, SIZES, Fault, of_sizes, placed_at_random
 from tests.bisection.ranks import Task, options_of
 from tests.parity import models
 from tests.parity.cases import parse
@@ -55,7 +55,7 @@ class Planted:
     def __init__(self, pool: Pool, folder: Path) -> None:
         self.pool = pool
         self.folder = folder
-        self._references: dict[str, Any] = {}
+        self._references: dict[tuple[str, str], References] = {}
 
     def answers(self, faults: Iterable[Fault]) -> Iterator[Answer]:
         """What bisect says of each."""
@@ -74,14 +74,19 @@ class Planted:
         """All that differs with a fault."""
         case = parse(fault.case)
         model = models.build(case.variant, self.folder / "models" / case.variant)
-        task = Task(case, model, Path(tempfile.mkdtemp(dir=self.folder)), fault)
+        trace_folder = Path(tempfile.mkdtemp(dir=self.folder))
+        task = Task(case, model, trace_folder, fault, {"torch_dtype": fault.dtype})
         self.pool.run("tests.bisection.ranks:record", task, case.world)
         trace = Trace.open(task.trace)
-        if fault.case not in self._references:
+        key = (fault.case, fault.dtype)
+        if key not in self._references:
             cfg = SwiftConfig(task="sft", model=str(model), **case.config(**options_of(task)))
-            self._references[fault.case] = references_of(trace, model, cfg)
-        steps = self._references[fault.case]
-        return compare(trace, placement_of(trace, model), steps.base, steps.perturbed)
+            steps = references_of(trace, model, cfg)
+            self._references[key] = replace(steps, perturbed=list(steps.perturbed))
+        steps = self._references[key]
+        found = compare(trace, placement_of(trace, model), steps.base, steps.perturbed)
+        shutil.rmtree(trace_folder)
+        return found
 
 
 def layout_of(fault: Fault) -> Layout:
@@ -96,19 +101,31 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=RANDOM)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--only", default="", help="text that a fault's line has to contain")
+    parser.add_argument("--sizes", type=int, default=0, help="instead: as many faults of each of several sizes")
     given = parser.parse_args()
-    faults = [f for f in (*REPORTED, *placed_at_random(given.random, given.seed)) if given.only in str(f)]
-    answers = []
     with tempfile.TemporaryDirectory() as folder, Pool() as pool:
-        for answer in Planted(pool, Path(folder)).answers(faults):
+        planted = Planted(pool, Path(folder))
+        if given.sizes:
+            for dtype in SIZES:
+                for size, faults in of_sizes(given.sizes, given.seed, dtype).items():
+                    print(f"{dtype}, {size:g} too large: {count_text(list(planted.answers(faults)))}", flush=True)
+            return 0
+        faults = [*REPORTED, *DELTA_NETS, *placed_at_random(given.random, given.seed)]
+        answers = []
+        for answer in planted.answers(fault for fault in faults if given.only in str(fault)):
             answers.append(answer)
             mark = "ok   " if answer.right else "place" if answer.found else "MISS "
             print(f"{mark} {answer.fault}\n        {answer.name}: {answer.text}", flush=True)
+    print(count_text(answers))
+    return 0 if all(a.found for a in answers) else 1
+
+
+def count_text(answers: list[Answer]) -> str:
+    """How many were found, and how many at their place."""
     found = sum(a.found for a in answers)
     right = sum(a.right for a in answers)
     total = len(answers)
-    print(f"{total} faults: found {found} ({found / total:.0%}), right place {right} ({right / total:.0%})")
-    return 0 if found == len(answers) else 1
+    return f"{total} faults: found {found} ({found / total:.0%}), right place {right} ({right / total:.0%})"
 
 
 if __name__ == "__main__":

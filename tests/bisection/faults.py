@@ -6,15 +6,14 @@ which answers name its place.
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-FACTOR = 1.01
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,9 @@ class Fault:
     answers: tuple[str, ...] = ()
     """Names, or beginnings of names, of which the answer has to be one; `@kind` for any tensor of a kind."""
     source: str = "random"
+    factor: float = 1.01
+    """What a fault of a size multiplies by."""
+    dtype: str = "float32"
 
     def __str__(self) -> str:
         where = f" layer {self.layer}" if self.module else ""
@@ -53,6 +55,27 @@ def modules_of(fault: Fault, engine: Any) -> list[nn.Module]:
             if layer.layer_number - 1 == fault.layer:
                 found.append(layer.get_submodule(fault.module) if fault.module else layer)
     return found
+
+
+SIZES = {"float32": (1e-6, 1e-5, 1e-4, 1e-3), "bfloat16": (1e-3, 1e-2, 1e-1)}
+"""Relative sizes of faults by which the rate of misses is counted."""
+
+
+def of_sizes(count: int, seed: int, dtype: str) -> dict[float, list[Fault]]:
+    """`count` outputs or weights at random places that are too large by each of the sizes."""
+    generator = random.Random(seed)
+    places = [
+        (generator.choice(EVERY), generator.choice(("scaled_output", "wrong_shard", "scaled_weight_gradient")),
+         generator.randrange(LAYERS), generator.choice((QKV, PROJ, FC1, FC2)))
+        for _ in range(count)
+    ]  # fmt: skip
+    return {
+        size: [
+            Fault(*place, answers=(_at(*place[2:]),), source=f"{size:g}", factor=1 + size, dtype=dtype)
+            for place in places
+        ]
+        for size in SIZES[dtype]
+    }
 
 
 PLANTED: dict[str, Callable[[Fault, Any], None]] = {}
@@ -84,7 +107,7 @@ class _ScaledGradient(torch.autograd.Function):
 @planted
 def scaled_output(fault: Fault, engine: Any) -> None:
     for module in modules_of(fault, engine):
-        module.register_forward_hook(lambda _m, _a, out: _first(out, lambda x: x * FACTOR))
+        module.register_forward_hook(lambda _m, _a, out: _first(out, lambda x: x * fault.factor))
 
 
 @planted
@@ -98,7 +121,7 @@ def shifted_output(fault: Fault, engine: Any) -> None:
 def wrong_shard(fault: Fault, engine: Any) -> None:
     """A weight that is another's, or stale."""
     for module in modules_of(fault, engine):
-        module.weight.data.mul_(FACTOR)
+        module.weight.data.mul_(fault.factor)
 
 
 @planted
@@ -135,13 +158,41 @@ def no_backward_reduction(fault: Fault, engine: Any) -> None:
 @planted
 def scaled_input_gradient(fault: Fault, engine: Any) -> None:
     for module in modules_of(fault, engine):
-        module.register_forward_pre_hook(lambda _m, args: (_ScaledGradient.apply(args[0], FACTOR), *args[1:]))
+        module.register_forward_pre_hook(lambda _m, args: (_ScaledGradient.apply(args[0], fault.factor), *args[1:]))
+
+
+@planted
+def scaled_input(fault: Fault, engine: Any) -> None:
+    """What a product reads is not what was computed before it: of the second one of an MLP, its activation."""
+    for module in modules_of(fault, engine):
+        module.register_forward_pre_hook(lambda _m, args: (args[0] * fault.factor, *args[1:]))
+
+
+@planted
+def wrong_epsilon(fault: Fault, engine: Any) -> None:
+    """A norm's epsilon of another model."""
+    for module in modules_of(fault, engine):
+        module.eps = 1e-3
+
+
+@planted
+def wrong_attention_scale(fault: Fault, engine: Any) -> None:
+    for module in modules_of(fault, engine):
+        module.softmax_scale *= fault.factor
+
+
+@planted
+def delta_net(fault: Fault, engine: Any) -> None:
+    """A fault of gated delta nets, of those by which the tests of these layers are tested."""
+    from tests.engine.megatron.layers.delta_net_faults import FAULTS
+
+    FAULTS[fault.module]()
 
 
 @planted
 def scaled_weight_gradient(fault: Fault, engine: Any) -> None:
     for module in modules_of(fault, engine):
-        module.weight.register_hook(lambda gradient: gradient * FACTOR)
+        module.weight.register_hook(lambda gradient: gradient * fault.factor)
 
 
 @planted
@@ -160,10 +211,18 @@ def last_microbatch_only(fault: Fault, engine: Any) -> None:
 @planted
 def unsynced_norm(fault: Fault, engine: Any) -> None:
     """A norm's or router's gradient that is not summed over tensor-parallel ranks."""
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     path, _, name = fault.module.rpartition(".")
-    engine.config.qk_layernorm = False  # by which Megatron-Core (0.16) finds norms of queries again
-    for module in modules_of(Fault(fault.case, fault.kind, fault.layer, path), engine):
-        getattr(module, name).sequence_parallel = False
+    weights = [getattr(module, name) for module in modules_of(replace(fault, module=path), engine)]
+    summed = finalize._allreduce_non_tensor_model_parallel_grads
+
+    def all_but_these(*args: Any, **kwargs: Any) -> None:
+        kept = [weight.main_grad.clone() for weight in weights]
+        summed(*args, **kwargs)
+        for weight, own in zip(weights, kept, strict=True):
+            weight.main_grad.copy_(own)
+
+    finalize._allreduce_non_tensor_model_parallel_grads = all_but_these
 
 
 @planted
@@ -210,8 +269,6 @@ def averaged_gradient(fault: Fault, engine: Any) -> None:
 @planted
 def no_tied_sum(fault: Fault, engine: Any) -> None:
     """First and last stage keep their own gradients of the tied embedding."""
-    import importlib
-
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     for name in ("_allreduce_word_embedding_grads", "_allreduce_embedding_grads"):
         if hasattr(finalize, name):
@@ -224,8 +281,6 @@ def wrong_positions(fault: Fault, engine: Any) -> None:
         run = chunk.run
 
         def shifted(module: nn.Module, step: Any, run: Callable[..., Any] = run) -> Any:
-            from dataclasses import replace
-
             return run(module, replace(step, positions=step.positions + 1))
 
         chunk.run = shifted
@@ -250,8 +305,6 @@ def wrong_head_range(fault: Fault, engine: Any) -> None:
 @planted
 def wrong_normalizer(fault: Fault, engine: Any) -> None:
     """The loss is divided by the labels of this rank."""
-    from dataclasses import replace
-
     start = engine.start_count
 
     def local(microbatches: Sequence[Any], loss: Any, further: Sequence[float] = ()) -> Any:
@@ -271,8 +324,6 @@ def dropped_label(fault: Fault, engine: Any) -> None:
     call = sft.CrossEntropy.__call__
 
     def without(self: Any, outputs: Any, batch: Any) -> Any:
-        from dataclasses import replace
-
         weights = batch.loss_weights.clone()
         if weights.any():
             weights.view(-1)[weights.view(-1).nonzero()[0]] = 0.0
@@ -322,8 +373,8 @@ def received_scaled(fault: Fault, engine: Any) -> None:
 
         def change(_m: nn.Module, args: Any, kwargs: Any) -> Any:
             if args:
-                return (args[0] * FACTOR, *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * FACTOR}
+                return (args[0] * fault.factor, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": kwargs["hidden_states"] * fault.factor}
 
         layer.register_forward_pre_hook(change, with_kwargs=True)
 
@@ -413,8 +464,6 @@ def other_tokens(fault: Fault, engine: Any) -> None:
     take = recorder.StepRecorder.record_step
 
     def other(self: Any, microbatches: Sequence[Any], loss: Any, lr: float) -> None:
-        from dataclasses import replace
-
         changed = [replace(b, input_ids=b.input_ids.roll(1, 1)) for b in microbatches]
         take(self, changed, loss, lr)
 
@@ -427,7 +476,7 @@ def recomputed_otherwise(fault: Fault, engine: Any) -> None:
     for module in modules_of(fault, engine):
 
         def change(_m: nn.Module, _a: Any, out: Any) -> Any:
-            return _first(out, lambda x: x * FACTOR) if torch.is_grad_enabled() else out
+            return _first(out, lambda x: x * fault.factor) if torch.is_grad_enabled() else out
 
         module.register_forward_hook(change)
 
@@ -491,6 +540,23 @@ REPORTED: tuple[Fault, ...] = (
 )  # fmt: skip
 
 
+DELTA = "layers.0.self_attention"
+"""A gated delta net: `qwen3_5` has attention in layer 2 only."""
+DELTA_NETS: tuple[Fault, ...] = tuple(
+    Fault(case, "delta_net", module=name, answers=answers, source="delta nets")
+    for case, name, answers in (
+        ("qwen3_5 tp2", "norm_not_summed", ("layers.3.self_attention",)),
+        ("qwen3_5 cp2", "heads_off_by_one", (DELTA,)),
+        ("qwen3_5 cp2", "slices_not_sorted", (DELTA,)),
+        ("qwen3_5 tp2", "cut_across_components", (DELTA,)),
+        ("qwen3_5 packed", "state_goes_on", (DELTA,)),
+        ("qwen3_5 packed", "convolution_goes_on", (DELTA,)),
+        ("qwen3_5 tp2", "values_for_gates", (DELTA,)),
+        ("qwen3_5 tp2", "rates_in_bfloat16", (DELTA,)),
+    )
+)
+
+
 @dataclass(frozen=True)
 class Kind:
     """What the generator may place: a kind, modules, layouts, the axes that it may be confined to."""
@@ -514,6 +580,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("no_forward_reduction", (PROJ, FC2), (*SPLIT, "dense tp2 sp dp2")),
     Kind("no_backward_reduction", (FC1, QKV), SPLIT),
     Kind("scaled_input_gradient", (PROJ, FC2), EVERY),
+    Kind("scaled_input", (FC2,), EVERY, ("",), lambda layer, module: (_at(layer, "mlp.activation"),)),
+    Kind("wrong_epsilon", ("self_attention.q_layernorm", QKV, FC1), EVERY),
+    Kind("wrong_attention_scale", (CORE,), EVERY),
     Kind("scaled_weight_gradient", (QKV, PROJ, FC1, FC2), EVERY),
     Kind("last_microbatch_only", (QKV, PROJ, FC2), EVERY),
     Kind("stale_gradient", (QKV, PROJ, FC1, FC2), EVERY),
@@ -546,3 +615,24 @@ def placed_at_random(count: int, seed: int) -> list[Fault]:
             if fault not in found:
                 found.append(fault)
     return found
+
+
+SIZES = {"float32": (1e-6, 1e-5, 1e-4, 1e-3), "bfloat16": (1e-3, 1e-2, 1e-1)}
+"""Relative sizes of faults by which the rate of misses is counted."""
+
+
+def of_sizes(count: int, seed: int, dtype: str) -> dict[float, list[Fault]]:
+    """`count` outputs or weights at random places that are too large by each of the sizes."""
+    generator = random.Random(seed)
+    places = [
+        (generator.choice(EVERY), generator.choice(("scaled_output", "wrong_shard", "scaled_weight_gradient")),
+         generator.randrange(LAYERS), generator.choice((QKV, PROJ, FC1, FC2)))
+        for _ in range(count)
+    ]  # fmt: skip
+    return {
+        size: [
+            Fault(*place, answers=(_at(*place[2:]),), source=f"{size:g}", factor=1 + size, dtype=dtype)
+            for place in places
+        ]
+        for size in SIZES[dtype]
+    }
