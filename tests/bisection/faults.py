@@ -57,27 +57,6 @@ def modules_of(fault: Fault, engine: Any) -> list[nn.Module]:
     return found
 
 
-SIZES = {"float32": (1e-6, 1e-5, 1e-4, 1e-3), "bfloat16": (1e-3, 1e-2, 1e-1)}
-"""Relative sizes of faults by which the rate of misses is counted."""
-
-
-def of_sizes(count: int, seed: int, dtype: str) -> dict[float, list[Fault]]:
-    """`count` outputs or weights at random places that are too large by each of the sizes."""
-    generator = random.Random(seed)
-    places = [
-        (generator.choice(EVERY), generator.choice(("scaled_output", "wrong_shard", "scaled_weight_gradient")),
-         generator.randrange(LAYERS), generator.choice((QKV, PROJ, FC1, FC2)))
-        for _ in range(count)
-    ]  # fmt: skip
-    return {
-        size: [
-            Fault(*place, answers=(_at(*place[2:]),), source=f"{size:g}", factor=1 + size, dtype=dtype)
-            for place in places
-        ]
-        for size in SIZES[dtype]
-    }
-
-
 PLANTED: dict[str, Callable[[Fault, Any], None]] = {}
 
 
@@ -547,7 +526,7 @@ DELTA_NETS: tuple[Fault, ...] = tuple(
     for case, name, answers in (
         ("qwen3_5 tp2", "norm_not_summed", ("layers.3.self_attention",)),
         ("qwen3_5 cp2", "heads_off_by_one", (DELTA,)),
-        ("qwen3_5 cp2", "slices_not_sorted", (DELTA,)),
+        ("qwen3_5 cp2 packed", "slices_not_sorted", (DELTA,)),
         ("qwen3_5 tp2", "cut_across_components", (DELTA,)),
         ("qwen3_5 packed", "state_goes_on", (DELTA,)),
         ("qwen3_5 packed", "convolution_goes_on", (DELTA,)),
