@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Comparison:
 
     verdicts: list[Verdict]
     skipped: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+    """Micro-batches with the rows of another replica: a fault, unless the data have such rows."""
 
     @property
     def first(self) -> Verdict | None:
@@ -113,7 +116,7 @@ def compare(
     rows = inputs_of(trace)
     ranks = list(trace.ranks())
     order = base.order()
-    found = Comparison(list(_inputs(trace, ranks, rows)))
+    found = Comparison(list(_inputs(trace, ranks, rows)), repeated=list(_repeated(rows)))
     held: list[_Held] = []
     skipped: set[str] = set()
     for trace_of_rank in ranks:
@@ -236,6 +239,15 @@ def _inputs(
                 same = same and _labels_are_next_tokens(fields)
             order: Order = (0, place.dp, entry.microbatch, 0, entry.name)
             yield Verdict(one.rank, place, INPUT, entry.name, entry.microbatch, 0.0 if same else math.inf, 0.0, order)
+
+
+def _repeated(rows: Mapping[Microbatch, Mapping[str, Tensor]]) -> Iterator[str]:
+    """Name micro-batches of different replicas with the same tokens."""
+    pairs = combinations(rows.items(), 2)
+    for ((replica, number), fields), ((other, other_number), others) in pairs:
+        ids, other_ids = fields["input_ids"], others["input_ids"]
+        if replica != other and fields["loss_weights"].any() and torch.equal(ids, other_ids):
+            yield f"micro-batch {number} of replica {replica}, micro-batch {other_number} of replica {other}"
 
 
 def _labels_are_next_tokens(fields: Mapping[str, Tensor]) -> bool:

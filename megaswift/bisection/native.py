@@ -40,6 +40,9 @@ def record_step(engine: Any, microbatches: Sequence[Batch], loss: Loss, lr: floa
 
 def record_run(cfg: SwiftConfig, folder: Path) -> None:
     """Build a run on this rank, take its first step at the full learning rate, and record it. Collective."""
+    import torch
+
+    from megaswift.models.vision import has_vision_tower
     from megaswift.run.build import join_processes, load_start_weights
     from megaswift.run.engines import make_engine
     from megaswift.run.output import OutputFolder
@@ -48,10 +51,14 @@ def record_run(cfg: SwiftConfig, folder: Path) -> None:
 
     log.quiet_libraries()
     processes = join_processes(cfg)
+    if has_vision_tower(processes.spec.hf_config):
+        raise UserError(Problem(str(cfg.model.model), "is a vision-language model, which bisect does not record"))
     task = TASKS.get(cfg.task)
     outputs = OutputFolder(folder / "run")
     plan, data = task.read(RunPlan(cfg, processes.spec, processes.folder, processes.context, outputs))
     engine = make_engine(plan.cfg, plan.spec, plan.folder, plan.context)
+    if engine.dtype == torch.float16:
+        raise UserError(Problem("float16", "is not recorded: its gradients are scaled", "--torch_dtype bfloat16"))
     load_start_weights(plan, engine)
     if cfg.model.random_init:
         engine.export(folder / MODEL, plan.folder, dtype=engine.dtype)

@@ -7,10 +7,10 @@ from html import escape
 
 from megaswift.bisection.compare import Comparison, Verdict
 from megaswift.bisection.report import NAMED, axes_text, layer_ranges, suspect, verdict_text
-from megaswift.bisection.trace_folder import KINDS
+from megaswift.bisection.trace_folder import BACKWARD, KINDS
 from megaswift.parallel.layout import Layout
 
-CELL, GAP, LEFT, TOP = 78, 4, 150, 52
+GROUP, NARROWEST, GAP, LEFT, TOP = 108, 34, 4, 150, 52
 ROW = 24
 ROWS_SHOWN = 40
 STYLE = """
@@ -41,6 +41,10 @@ def _row_of(verdict: Verdict) -> str:
     return {"output_layer": "head"}.get(parts[0], parts[0])
 
 
+def _cell_of(verdict: Verdict) -> tuple[str, tuple[str, int]]:
+    return _row_of(verdict), (verdict.kind, verdict.place.pp)
+
+
 def _place(row: str) -> tuple[int, int]:
     if row.startswith("layer "):
         return 2, int(row[6:])
@@ -66,18 +70,20 @@ def _ratio(verdict: Verdict) -> float:
 def picture(found: Comparison, layout: Layout) -> str:
     """An SVG: rows are layers, columns stages of the step on pipeline stages; the color is the worst tensor's."""
     columns = _columns(found)
+    stages = len({stage for _, stage in columns})
+    cell = max(NARROWEST, GROUP // max(stages, 1) - GAP)
     worst: dict[tuple[str, tuple[str, int]], Verdict] = {}
     for verdict in found.verdicts:
-        key = (_row_of(verdict), (verdict.kind, verdict.place.pp))
+        key = _cell_of(verdict)
         if key not in worst or _ratio(verdict) > _ratio(worst[key]):
             worst[key] = verdict
     rows = sorted({row for row, _ in worst}, key=_place)
-    first = found.first
-    width = LEFT + len(columns) * (CELL + GAP)
+    framed = None if found.first is None else _cell_of(found.first)
+    width = LEFT + len(columns) * (cell + GAP)
     height = TOP + len(rows) * (ROW + GAP)
     out = [f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
     for x, (kind, stage) in enumerate(columns):
-        left = LEFT + x * (CELL + GAP)
+        left = LEFT + x * (cell + GAP)
         if x == 0 or columns[x - 1][0] != kind:
             words = NAMED[kind].replace("gradient of the output", "output gradient").split(" after")[0]
             out.append(f'<text x="{left}" y="18">{escape(words)}</text>')
@@ -86,19 +92,14 @@ def picture(found: Comparison, layout: Layout) -> str:
         top = TOP + y * (ROW + GAP)
         out.append(f'<text x="{LEFT - 10}" y="{top + 16}" text-anchor="end">{escape(row)}</text>')
         for x, column in enumerate(columns):
-            left = LEFT + x * (CELL + GAP)
+            left = LEFT + x * (cell + GAP)
             shown = worst.get((row, column))
             fill = NO_TENSOR if shown is None else color(_ratio(shown))
-            here = (
-                first is not None
-                and verdict is not None
-                and (_row_of(first), (first.kind, first.place.pp)) == (row, column)
-            )
-            edge = ' stroke="currentColor" stroke-width="3"' if here else ""
+            edge = ' stroke="currentColor" stroke-width="3"' if framed == (row, column) else ""
             title = "" if shown is None else f"<title>{escape(verdict_text(shown, layout))}</title>"
             opacity = ' opacity=".25"' if shown is None else ""
             out.append(
-                f'<rect x="{left}" y="{top}" width="{CELL}" height="{ROW}" rx="3" fill="{fill}"{edge}{opacity}>'
+                f'<rect x="{left}" y="{top}" width="{cell}" height="{ROW}" rx="3" fill="{fill}"{edge}{opacity}>'
                 f"{title}</rect>"
             )
     return "".join([*out, "</svg>"])
@@ -114,7 +115,7 @@ def page(found: Comparison, layout: Layout, against: str) -> str:
         lines = [axes_text(found, layout)]
         lines.append(f"layers {whole} agree everywhere" if whole else "no layer agrees everywhere")
         lines.append(f"outputs of layers {forward} agree" if forward else "")
-        lines.append(f"computed by {suspect(found)}")
+        lines.append(f"computed in the backward pass of {suspect(found)}" if first.kind == BACKWARD else "")
         facts = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
         head = f'<p class="first">First difference: {escape(verdict_text(first, layout))}</p>{facts}'
     listed = [v for v in found.verdicts if v.bad][:ROWS_SHOWN] or found.verdicts[:ROWS_SHOWN]

@@ -98,7 +98,7 @@ def screen(found: Comparison, layout: Layout, against: str) -> str:
     lines = [f"compared {count}, {layout.describe()}"]
     first = found.first
     if first is None:
-        return "\n".join([*lines, "no difference beyond rounding", *_left_out(found)])
+        return "\n".join([*lines, "no difference beyond rounding", *_notes(found)])
     lines.append(f"first difference: {verdict_text(first, layout)}")
     whole, forward = layer_ranges(found)
     axes = axes_text(found, layout)
@@ -115,14 +115,15 @@ def screen(found: Comparison, layout: Layout, against: str) -> str:
         bad = [v for v in of_kind if v.bad]
         if of_kind:
             lines.append(f"{NAMED[kind]:<28}{len(of_kind):>9}{len(bad):>9}   {bad[0].name if bad else ''}")
-    return "\n".join([*lines, *_left_out(found)])
+    return "\n".join([*lines, *_notes(found)])
 
 
-def _left_out(found: Comparison) -> list[str]:
-    if not found.skipped:
-        return []
-    more = f" and {len(found.skipped) - SHOWN} more" if len(found.skipped) > SHOWN else ""
-    return [f"without a counterpart: {', '.join(found.skipped[:SHOWN])}{more}"]
+def _notes(found: Comparison) -> list[str]:
+    notes = [f"replicas have the same rows: {text}" for text in found.repeated[:1]]
+    if found.skipped:
+        more = f" and {len(found.skipped) - SHOWN} more" if len(found.skipped) > SHOWN else ""
+        notes.append(f"without a counterpart: {', '.join(found.skipped[:SHOWN])}{more}")
+    return notes
 
 
 def report_json(found: Comparison, layout: Layout, against: str) -> dict[str, Any]:
@@ -139,5 +140,6 @@ def report_json(found: Comparison, layout: Layout, against: str) -> dict[str, An
         "layers_that_agree": whole,
         "layers_whose_outputs_agree": forward,
         "without_counterpart": found.skipped,
+        "replicas_with_the_same_rows": found.repeated,
         "tensors": [{**facts(v), "differs": v.bad} for v in found.verdicts],
     }

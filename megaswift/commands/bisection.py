@@ -38,6 +38,21 @@ AXES = {
     "ep": "expert_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
+UNKNOWN_TO_THE_REFERENCE = {
+    "model": (
+        "mtp_num_layers",
+        "freeze_parameters",
+        "trainable_parameters",
+        "fp8_format",
+        "moe_expert_capacity_factor",
+        "rope_scaling",
+        "new_special_tokens",
+        "megatron_extra_kwargs",
+        "megatron_architecture",
+    ),
+    "train": ("enable_dft_loss", "neftune_noise_alpha"),
+}
+"""Options, by part of the configuration, that change what a step computes; unset they are false."""
 DESCRIPTION = """\
 Run one optimizer step of a run's own configuration and data on processes of this machine (CPU, gloo), record its
 tensors, and compare them with the Hugging Face model on one process. Prints the first tensor that differs beyond
@@ -151,10 +166,9 @@ def _on_this_machine(
         problems.append(Problem(f"--train_type {cfg.model.train_type}", "is not recorded", "--train_type full"))
     if requested_engine(cfg) not in (NATIVE, "auto"):
         problems.append(Problem(f"--engine {requested_engine(cfg)}", "is not recorded", f"--engine {NATIVE}"))
-    if cfg.model.mtp_num_layers:
-        problems.append(Problem("--mtp_num_layers", "is not recorded", "--mtp_num_layers 0"))
-    if cfg.model.freeze_parameters:
-        problems.append(Problem("--freeze_parameters", "is not recorded", "leave it out"))
+    for part, names in UNKNOWN_TO_THE_REFERENCE.items():
+        set_here = [name for name in names if getattr(getattr(cfg, part), name)]
+        problems += [Problem(f"--{name}", "is unknown to the reference", "leave it out") for name in set_here]
     if world > MOST_RANKS:
         fix = '--layout "tp2 pp2", a smaller one of the same kind'
         problems.append(Problem(f"{world} processes", f"are more than the {MOST_RANKS} that bisect starts", fix))

@@ -137,7 +137,12 @@ def no_backward_reduction(fault: Fault, engine: Any) -> None:
 @planted
 def scaled_input_gradient(fault: Fault, engine: Any) -> None:
     for module in modules_of(fault, engine):
-        module.register_forward_pre_hook(lambda _m, args: (_ScaledGradient.apply(args[0], fault.factor), *args[1:]))
+        own = module.forward
+
+        def forward(x: Tensor, *args: Any, own: Callable[..., Any] = own, **kwargs: Any) -> Any:
+            return own(_ScaledGradient.apply(x, fault.factor), *args, **kwargs)
+
+        module.forward = forward  # type: ignore[method-assign]
 
 
 @planted

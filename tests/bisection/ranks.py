@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaswift.bisection.trace_folder import Trace
 from tests.parity.cases import Case, global_batch, own
 from tests.parity.oracle import Recipe as Optimizer
+from tests.parity.pool import Pool, RankError
 
 AUX = {"moe_aux_loss_coeff": 0.02, "moe_z_loss_coeff": 0.01}
 
@@ -52,6 +55,29 @@ def record(rank: int, world: int, task: Task) -> None:
     record_step(engine, mine, CrossEntropy(), 4e-4, task.trace)
     torch.distributed.barrier()
     context.close()
+
+
+def explained(case: Case, pool: Pool, model: Path, options: Mapping[str, Any], fault: Any = None) -> str:
+    """Take the first step of a case that failed, and return bisect's screen for the message of the failure.
+
+    Args:
+        case: The case; without adapters and layers for multi-token prediction.
+        pool: Where its ranks run.
+        model: The model's folder.
+        options: More options of the configuration.
+        fault: A `Fault` to plant.
+    """
+    from megaswift.bisection.report import screen
+    from megaswift.errors import UserError
+
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(case, model, Path(folder), fault, options, step=0)
+        try:
+            pool.run("tests.bisection.ranks:record", task, case.world)
+            found = verdict(task)
+        except (RankError, UserError) as error:
+            return f"bisect could not take the step: {error}"
+        return f"megaswift bisect:\n{screen(found, Trace.open(task.trace).layout, 'Hugging Face')}"
 
 
 def verdict(task: Task) -> Any:

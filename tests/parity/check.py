@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tests.bisection.ranks import explained
 from tests.parity.cases import Case
 from tests.parity.compare import Difference, compare, table
 from tests.parity.measure import Task
@@ -22,12 +23,18 @@ def check(
     options: Mapping[str, Any] | None = None,
     target: str = TRAIN,
 ) -> None:
-    """Measures the case by `target` under more `options` of the configuration, and fails with a table."""
+    """Measures the case by `target` under more `options` of the configuration, and fails with a table and what bisect
+    says of the first step."""
+    options = options or {}
     folder, recipe, _ = references.of(case)
-    got = pool.run(target, Task(case, folder, recipe, options=options or {}), case.world)[0]
+    got = pool.run(target, Task(case, folder, recipe, options=options), case.world)[0]
     differences = against_hugging_face(case, got, references)
     title = f"{case} {dict(options)}" if options else str(case)
-    assert not any(d.bad for d in differences), "\n" + table(title, differences)
+    if any(d.bad for d in differences):
+        more = ""
+        if not recipe.mtp_layers and options.get("train_type", "full") == "full":
+            more = f"\n{explained(case, pool, folder, options)}"
+        raise AssertionError(f"\n{table(title, differences)}{more}")
 
 
 def against_hugging_face(case: Case, got: Reference, references: References) -> list[Difference]:
