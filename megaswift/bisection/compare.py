@@ -19,11 +19,13 @@ from torch import Tensor
 from megaswift.bisection.placement import Placement, plan_entry
 from megaswift.bisection.reference import Microbatch, ReferenceStep, rows_of
 from megaswift.bisection.trace_folder import INPUT, KINDS, LOSS, OF_PARAMETERS, Entry, RankTrace, Trace
+from megaswift.errors import Problem, UserError
 from megaswift.parallel.layout import Coordinates
 
 RUNS = 5
 FACTOR = 4.0
 LABELS = "labels"
+NEEDED = ("input_ids", LABELS, "loss_weights", "valid")
 
 
 Order = tuple[int, int, int, float, str]
@@ -86,7 +88,11 @@ class _Held:
 
 
 def inputs_of(trace: Trace) -> dict[Microbatch, dict[str, Tensor]]:
-    """The rows of every micro-batch, from the first rank of each data-parallel replica."""
+    """Return the rows of every micro-batch, from the first rank of each data-parallel replica.
+
+    Raises:
+        UserError: A micro-batch lacks an input, or there is none.
+    """
     rows: dict[Microbatch, dict[str, Tensor]] = {}
     for rank in range(trace.layout.world_size):
         place = trace.layout.coordinates(rank)
@@ -94,6 +100,10 @@ def inputs_of(trace: Trace) -> dict[Microbatch, dict[str, Tensor]]:
             for entry, tensor in trace.rank(rank).tensors.items():
                 if entry.kind == INPUT and entry.microbatch is not None:
                     rows.setdefault((place.dp, entry.microbatch), {})[entry.name] = tensor
+    missing = sorted({name for fields in rows.values() for name in NEEDED if name not in fields})
+    if missing or not rows:
+        rule = f"lacks inputs: {', '.join(missing or NEEDED)}"
+        raise UserError(Problem(str(trace.folder), rule, "docs/bisect.md describes them"))
     return dict(sorted(rows.items()))
 
 

@@ -1,17 +1,22 @@
-"""The whole tensors of a sharded trace, so that a run is compared with another run."""
+"""The whole tensors of a sharded trace, laid out as another trace has the same documents: a run against a run."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megaswift.bisection.compare import inputs_of
 from megaswift.bisection.placement import Placement, is_activation, plan_entry
-from megaswift.bisection.reference import ReferenceStep, rows_of
+from megaswift.bisection.reference import Microbatch, ReferenceStep, documents_of, rows_of
 from megaswift.bisection.trace_folder import INPUT, LOSS, OF_PARAMETERS, Entry, Trace
+from megaswift.errors import Problem, UserError
 from megaswift.parallel.layout import Coordinates
+
+Inputs = Mapping[Microbatch, Mapping[str, Tensor]]
 
 
 def joined_step(trace: Trace, placement: Placement, like: ReferenceStep) -> ReferenceStep:
@@ -20,10 +25,11 @@ def joined_step(trace: Trace, placement: Placement, like: ReferenceStep) -> Refe
     Args:
         trace: The trace.
         placement: What each of its ranks holds.
-        like: The Hugging Face model's step on the same rows: its tensors have the whole widths.
+        like: A step of the Hugging Face model: its tensors have the whole widths.
     """
     rows = inputs_of(trace)
-    step = ReferenceStep(activations={})
+    widths = {key[:2]: tensor.shape[-1] for key, tensor in like.activations.items()}
+    step = ReferenceStep()
     activations: dict[tuple[int, Entry], list[tuple[Tensor, Coordinates]]] = defaultdict(list)
     parameters: dict[tuple[str, str], dict[int, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
     for rank in trace.ranks():
@@ -39,20 +45,93 @@ def joined_step(trace: Trace, placement: Placement, like: ReferenceStep) -> Refe
     for (dp, entry), parts in activations.items():
         assert entry.microbatch is not None
         number = (dp, entry.microbatch)
-        whole = like.activations.get((entry.kind, entry.name, number))
-        if whole is None:
-            continue
         key = (entry.kind, entry.name, number)
         if entry.kind == LOSS:
             step.activations[key] = parts[0][0]
-        elif is_activation(entry):
-            joined = placement.join_activation(parts, entry, rows_of(rows[number]), whole.shape[1])
+        elif is_activation(entry) and (entry.kind, entry.name) in widths:
+            width = widths[entry.kind, entry.name]
+            joined = placement.join_activation(parts, entry, rows_of(rows[number]), width)
             if joined is not None:
                 step.activations[key] = joined
     order = like.order()
     step.activations = dict(sorted(step.activations.items(), key=lambda item: order[item[0][0], item[0][1]]))
     _join_parameters(step, parameters, placement)
     return step
+
+
+def laid_out(step: ReferenceStep, rows: Inputs, target: Inputs) -> ReferenceStep:
+    """Lay a step's activations out as another trace has the same documents: in other micro-batches, other padding.
+
+    Args:
+        step: A step.
+        rows: Its inputs.
+        target: The inputs of the other trace.
+
+    Raises:
+        UserError: A document of `target` is not in `rows`.
+    """
+    found: dict[tuple[float, ...], list[_Document]] = defaultdict(list)
+    for document in _documents(rows):
+        found[document.content].append(document)
+    places: dict[Microbatch, list[tuple[_Document, _Document]]] = defaultdict(list)
+    for document in _documents(target):
+        if not found[document.content]:
+            rule = f"has other rows than the run: none is row {document.row} of micro-batch {document.number[1]}"
+            raise UserError(Problem("the reference", rule, "compare each run with --against hf"))
+        places[document.number].append((document, found[document.content].pop(0)))
+    laid = ReferenceStep(parameters=step.parameters)
+    for kind, name in step.order():
+        for number, pairs in places.items():
+            whole = _laid_out(step, (kind, name), pairs, rows, target[number])
+            if whole is not None:
+                laid.activations[kind, name, number] = whole
+    return laid
+
+
+def _laid_out(
+    step: ReferenceStep,
+    tensor: tuple[str, str],
+    pairs: Sequence[tuple[_Document, _Document]],
+    rows: Inputs,
+    fields: Mapping[str, Tensor],
+) -> Tensor | None:
+    """A tensor of one micro-batch, from pairs of (document there, the same one in `step`); None without it."""
+    kind, name = tensor
+    sources = dict.fromkeys(source.number for _, source in pairs)
+    parts = {
+        number: step.activations[kind, name, number] for number in sources if (kind, name, number) in step.activations
+    }
+    if len(parts) < len(sources):
+        return None
+    first = next(iter(parts.values()))
+    if kind == LOSS:  # a sum over documents, which has to be of the same ones
+        [number, *others] = sources
+        same = not others and len(pairs) == len(list(documents_of(rows[number])))
+        return first if same else None
+    b, s = fields["input_ids"].shape
+    whole = torch.zeros(s, b, first.shape[1], dtype=first.dtype)
+    for place, source in pairs:
+        theirs = parts[source.number].unflatten(0, (-1, len(rows[source.number]["input_ids"])))
+        whole[place.start : place.end, place.row] = theirs[source.start : source.end, source.row]
+    return whole.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class _Document:
+    """Where a document lies, and its tokens and weights."""
+
+    number: Microbatch
+    row: int
+    start: int
+    end: int
+    content: tuple[float, ...]
+
+
+def _documents(rows: Inputs) -> Iterator[_Document]:
+    for number, fields in rows.items():
+        for row, start, end in documents_of(fields):
+            parts = [fields[name][row, start:end].tolist() for name in ("input_ids", "loss_weights")]
+            yield _Document(number, row, start, end, tuple(value for part in parts for value in part))
 
 
 def _join_parameters(

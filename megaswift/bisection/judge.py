@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from megaswift.bisection.compare import RUNS, Comparison, compare, inputs_of
-from megaswift.bisection.joined import joined_step
+from megaswift.bisection.joined import joined_step, laid_out
 from megaswift.bisection.placement import Placement, plan_entry
 from megaswift.bisection.reference import HuggingFaceStep, Recipe, ReferenceStep
 from megaswift.bisection.trace_folder import OF_PARAMETERS, OUTPUT, Trace
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
-from megaswift.errors import Problem, UserError
 from megaswift.families import family_of
 from megaswift.models.family import read_config_json
 from megaswift.models.spec import ModelSpec
@@ -75,35 +74,22 @@ def references_of(trace: Trace, model: Path, cfg: SwiftConfig) -> References:
     return References(base, (reference.run(rows, names, trained, seed) for seed in range(RUNS)))
 
 
-def judge(folder: Path, model: Path, cfg: SwiftConfig, other: Path | None = None) -> Comparison:
+def judge(trace: Trace, model: Path, cfg: SwiftConfig, other: Trace | None = None) -> Comparison:
     """Compare a trace with the Hugging Face model on the same rows, or with another trace.
 
     Args:
-        folder: The trace.
+        trace: The trace of a run.
         model: The Hugging Face folder from whose weights its step began.
         cfg: The configuration of the run: optimizer and coefficients of auxiliary losses.
-        other: Another trace to compare with, whose rows are the same.
+        other: Another trace to compare with, of the same documents in any micro-batches.
+
+    Raises:
+        UserError: The other trace has other documents.
     """
-    trace = Trace.open(folder)
     steps = references_of(trace, model, cfg)
     placement = placement_of(trace, model)
     if other is None:
         return compare(trace, placement, steps.base, steps.perturbed)
-    against = Trace.open(other)
-    _check_same_rows(trace, against)
-    joined = joined_step(against, placement_of(against, model), steps.base)
-    return compare(trace, placement, joined, steps.perturbed, center=steps.base)
-
-
-def _check_same_rows(trace: Trace, other: Trace) -> None:
-    """Raise a UserError where two traces are of other rows, or of rows that are padded otherwise."""
-    own = inputs_of(trace)
-    others = inputs_of(other)
-    for number, fields in own.items():
-        theirs = others.get(number, {})
-        same = fields.keys() == theirs.keys() and all(torch.equal(theirs[name], fields[name]) for name in fields)
-        if not same:
-            rule = (
-                f"has other rows than the run, or pads them otherwise: micro-batch {number[1]} of replica {number[0]}"
-            )
-            raise UserError(Problem(str(other.folder), rule, "compare each with --against hf"))
+    joined = joined_step(other, placement_of(other, model), steps.base)
+    laid = laid_out(joined, inputs_of(other), inputs_of(trace))
+    return compare(trace, placement, laid, steps.perturbed, center=steps.base)

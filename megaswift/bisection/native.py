@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -9,6 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,7 @@ def record_on_processes(cfg: SwiftConfig, layout: Layout, folder: Path) -> None:
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
-        raise UserError(Problem(f"the step on {layout.describe()}", _reason(folder)))
+        raise UserError(_problems(folder, layout))
 
 
 def _rank(cfg: SwiftConfig, rank: int, world: int, port: int, folder: Path) -> None:
@@ -117,20 +119,22 @@ def _rank(cfg: SwiftConfig, rank: int, world: int, port: int, folder: Path) -> N
     try:
         record_run(cfg, folder)
     except UserError as error:
-        (folder / f"rank-{rank}.error").write_text(error.message())
+        (folder / f"rank-{rank}.error").write_text(json.dumps([asdict(problem) for problem in error.problems]))
         sys.exit(1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without waiting for threads of libraries
 
 
-def _reason(folder: Path) -> str:
-    """What the ranks that failed have said, each text once; else the end of a rank's output."""
-    texts = dict.fromkeys(file.read_text().strip() for file in sorted(folder.glob("rank-*.error")))
-    if not texts:
-        logs = [file.read_text(errors="replace") for file in sorted(folder.glob("rank-*.log"))]
-        texts = dict.fromkeys("\n".join(text.splitlines()[-LINES:]) for text in logs if "Traceback" in text)
-    return "failed: " + "\n".join(texts)
+def _problems(folder: Path, layout: Layout) -> list[Problem]:
+    """The mistakes that ranks have met, each once; else the end of what failed ranks have printed."""
+    texts = [file.read_text() for file in sorted(folder.glob("rank-*.error"))]
+    problems = [Problem(**problem) for text in dict.fromkeys(texts) for problem in json.loads(text)]
+    if problems:
+        return problems
+    logs = [file.read_text(errors="replace") for file in sorted(folder.glob("rank-*.log"))]
+    ends = dict.fromkeys("\n".join(text.splitlines()[-LINES:]) for text in logs if "Traceback" in text)
+    return [Problem(f"the step on {layout.describe()}", "failed\n" + "\n".join(ends))]
 
 
 def _free_port() -> int:

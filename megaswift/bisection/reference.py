@@ -177,7 +177,7 @@ class _Pass:
         self.number = number
         self.fields = fields
         self.names = names
-        self.documents = list(_documents(fields))
+        self.documents = list(documents_of(fields))
         self.routers: list[tuple[Tensor, Tensor]] = []
 
     def run(self, count: float, filled: int) -> None:
@@ -198,7 +198,7 @@ class _Pass:
     def _objective(self, logits: Tensor, count: float) -> Tensor:
         """This micro-batch's share of the mean cross-entropy over all labels."""
         smoothing = self.owner.recipe.label_smoothing
-        labels, weights = (self._of_documents(self.fields[name]) for name in ("labels", "loss_weights"))
+        labels, weights = (self._ofdocuments_of(self.fields[name]) for name in ("labels", "loss_weights"))
         wide = logits.float()
         picked = weights != 0
         log_p = F.log_softmax(wide[picked], -1)
@@ -341,7 +341,7 @@ class _Pass:
             whole[start:end, row] = value[i, : end - start]
         self.step.activations[kind, name, self.number] = whole.flatten(0, 1)
 
-    def _of_documents(self, field: Tensor) -> Tensor:
+    def _ofdocuments_of(self, field: Tensor) -> Tensor:
         """A field [b, s] as [documents, n], 0 past the ends."""
         longest = max(end - start for _, start, end in self.documents)
         out = field.new_zeros(len(self.documents), longest)
@@ -360,7 +360,7 @@ def rows_of(fields: Mapping[str, Tensor]) -> Rows:
     return Rows(fields["valid"], fields.get("cu_seqlens"))
 
 
-def _documents(fields: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]:
+def documents_of(fields: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]:
     """(row, start, end) of each document without its padding."""
     valid = fields["valid"]
     bounds = fields["cu_seqlens"].tolist() if "cu_seqlens" in fields else [0, valid.shape[1]]

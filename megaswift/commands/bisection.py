@@ -23,6 +23,7 @@ from megaswift.parallel.layout import Layout, requested_axis_sizes, size_problem
 
 if TYPE_CHECKING:
     from megaswift.bisection.compare import Comparison
+    from megaswift.bisection.trace_folder import Trace
 
 DIFFERENT = 1
 """Exit code; 0: no difference, 2: a mistake in the command."""
@@ -72,13 +73,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--layout", help='sizes in place of the run\'s own, for example "tp2 pp2 cp2 dp2 sp"')
     parser.add_argument("--layers", type=int, help="only the first so many layers of the model")
-    parser.add_argument("--model", dest="model_of_trace", metavar="DIR", help="the model folder, where RUN is a trace")
+    parser.add_argument("--model", metavar="DIR", help="the model folder, where RUN is a trace")
     parser.add_argument("--output", type=Path, default=Path("bisect"), help="folder for the report; default: bisect")
     parser.add_argument("--keep_trace", action="store_true", help="leave the trace in the folder of the report")
     given, words = parser.parse_known_args(argv)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="megaswift-bisect-") as scratch:
-        found, layout = _compare(given, words, Path(scratch))
+        found, trace = _compare(given, words, Path(scratch))
         if given.keep_trace and (Path(scratch) / "trace").exists():
             kept = given.output / "trace"
             shutil.rmtree(kept, ignore_errors=True)
@@ -86,57 +87,77 @@ def main(argv: list[str]) -> int:
     from megaswift.bisection.page import page
     from megaswift.bisection.report import report_json, screen
 
+    layout = trace.layout
     against = "Hugging Face" if given.against == HUGGING_FACE else given.against
     given.output.mkdir(parents=True, exist_ok=True)
     write_atomically(given.output / "bisect.json", json.dumps(report_json(found, layout, against), indent=1))
     write_atomically(given.output / "bisect.html", page(found, layout, against))
     print(screen(found, layout, against))
+    if found.first is None and trace.about["dtype"] == "bfloat16":
+        print("in bfloat16, whose rounding hides smaller differences: --torch_dtype float32 shows those of one in 10^5")
     print(f"{given.output}/bisect.html, {given.output}/bisect.json ({time.perf_counter() - begin:.0f} s)")
     return 0 if found.first is None else DIFFERENT
 
 
-def _compare(given: argparse.Namespace, words: list[str], scratch: Path) -> tuple[Comparison, Layout]:
+def _compare(given: argparse.Namespace, words: list[str], scratch: Path) -> tuple[Comparison, Trace]:
     """Record what has to be recorded, then compare."""
     if not given.run.exists():
         raise UserError(Problem(str(given.run), "does not exist", missing_path_hint(given.run)))
     if (given.run / INDEX).exists():
         return _compare_trace(given, words)
+    if given.model is not None:
+        words = [*words, "--model", given.model]
+    if given.run.is_dir():
+        raise UserError(Problem(str(given.run), f"is no trace: {INDEX} is missing", "the YAML file of a run"))
     cfg = load_config(None, [str(given.run), *words], complete=True)
     cfg, layout = _on_this_machine(cfg, given.layout, given.layers, scratch)
-    other, other_cfg = _other(given, scratch)
+    other, other_cfg = _other(given, words, scratch)
 
-    from megaswift.bisection.judge import judge
     from megaswift.bisection.native import MODEL, record_on_processes
 
-    trace = scratch / "trace"
+    folder = scratch / "trace"
     log.info(f"one step on {log.count_text(layout.world_size, 'process')}: {layout.describe()}")
-    record_on_processes(cfg, layout, trace)
+    record_on_processes(cfg, layout, folder)
     if other_cfg is not None:
         log.info(f"the reference's step: {other_cfg[1].describe()}")
         other = scratch / "other"
         record_on_processes(other_cfg[0], other_cfg[1], other)
-    log.info("Hugging Face on one process, and five times from perturbed weights")
-    drawn = trace / MODEL
-    model = drawn if drawn.exists() else Path(json.loads((trace / INDEX).read_text())["model"])
-    return judge(trace, model, cfg, other), layout
+    drawn = folder / MODEL
+    model = drawn if drawn.exists() else Path(json.loads((folder / INDEX).read_text())["model"])
+    return _judged(folder, model, cfg, other)
 
 
-def _compare_trace(given: argparse.Namespace, words: list[str]) -> tuple[Comparison, Layout]:
+def _compare_trace(given: argparse.Namespace, words: list[str]) -> tuple[Comparison, Trace]:
     """RUN is a trace that another program may have written."""
+    problems = []
+    if given.model is None:
+        fix = "--model DIR, its Hugging Face folder"
+        problems.append(Problem("--model", f"is missing: {given.run} is a trace", fix))
+    for name in ("layout", "layers"):
+        if getattr(given, name) is not None:
+            problems.append(Problem(f"--{name}", f"has no effect: {given.run} is a trace", "leave it out"))
+    if problems:
+        raise ConfigError(problems)
+    against = None if given.against == HUGGING_FACE else Path(given.against)
+    cfg = load_config("sft", ["--model", given.model, *words])
+    return _judged(given.run, Path(given.model), cfg, against)
+
+
+def _judged(folder: Path, model: Path, cfg: SwiftConfig, other: Path | None) -> tuple[Comparison, Trace]:
     from megaswift.bisection.judge import judge
     from megaswift.bisection.trace_folder import Trace
 
-    trace = Trace.open(given.run)
-    if given.model_of_trace is None:
-        raise ConfigError(
-            Problem("--model", f"is missing: {given.run} is a trace", "--model DIR, its Hugging Face folder")
-        )
-    against = None if given.against == HUGGING_FACE else Path(given.against)
-    cfg = load_config("sft", ["--model", given.model_of_trace, *words])
-    return judge(given.run, Path(given.model_of_trace), cfg, against), trace.layout
+    log.info("Hugging Face on one process, and five times from perturbed weights")
+    begin = time.perf_counter()
+    trace = Trace.open(folder)
+    found = judge(trace, model, cfg, None if other is None else Trace.open(other))
+    log.info(f"compared in {time.perf_counter() - begin:.0f} s")
+    return found, trace
 
 
-def _other(given: argparse.Namespace, scratch: Path) -> tuple[Path | None, tuple[SwiftConfig, Layout] | None]:
+def _other(
+    given: argparse.Namespace, words: list[str], scratch: Path
+) -> tuple[Path | None, tuple[SwiftConfig, Layout] | None]:
     """The trace to compare with, or the run whose step is to be recorded for that."""
     if given.against == HUGGING_FACE:
         return None, None
@@ -145,8 +166,9 @@ def _other(given: argparse.Namespace, scratch: Path) -> tuple[Path | None, tuple
         return folder, None
     if not (folder / CONFIG).exists():
         rule = "is neither hf, nor the folder of a run (config.yaml), nor a trace (trace.json)"
-        raise ConfigError(Problem(f"--against {given.against}", rule, missing_path_hint(folder)))
-    cfg = load_config(None, [str(folder / CONFIG)], complete=True)
+        hint = "--against hf" if folder.exists() else missing_path_hint(folder)
+        raise ConfigError(Problem(f"--against {given.against}", rule, hint))
+    cfg = load_config(None, [str(folder / CONFIG), *words], complete=True)
     return None, _on_this_machine(cfg, None, given.layers, scratch / "second")
 
 

@@ -86,4 +86,4 @@ def verdict(task: Task) -> Any:
     from megaswift.config import SwiftConfig
 
     cfg = SwiftConfig(task="sft", model=str(task.model), **task.case.config(**options_of(task)))
-    return judge(task.trace, task.model, cfg)
+    return judge(Trace.open(task.trace), task.model, cfg)

@@ -13,7 +13,7 @@ from megaswift.errors import UserError
 from tests.parity import models
 
 
-@pytest.mark.parametrize("variant", ["dense", "qwen3_5_moe"])
+@pytest.mark.parametrize("variant", ["qwen3_5_moe", pytest.param("dense", marks=pytest.mark.slow)])
 def test_the_first_layers_stay(variant: str, tmp_path: Path) -> None:
     """transformers computes with the folder what the first layers of the whole model compute."""
     from transformers import AutoModelForCausalLM

@@ -5,37 +5,40 @@ scripts/record_megatron_lm.py is imported as a user's script would.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megaswift.bisection.compare import Comparison
-from megaswift.bisection.judge import judge
+from megaswift.bisection.compare import compare
+from megaswift.bisection.judge import placement_of, references_of
+from megaswift.bisection.trace_folder import Trace
 from megaswift.config import SwiftConfig
 from tests.bisection.plain_megatron import LR, PlainTask, write_model
 from tests.parity.pool import Pool
 from tests.sources import ROOT
 
 
-def compared(folder: Path, pool: Pool, fault: bool) -> Comparison:
-    """A recorded step against Hugging Face."""
-    model = write_model(folder / "model")
-    task = PlainTask(model, folder / f"trace-{fault}", 2, 2, fault)
-    pool.run("tests.bisection.plain_megatron:record", task, 4)
-    options = {"learning_rate": LR, "adam_epsilon": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0}
-    return judge(task.trace, model, SwiftConfig(task="sft", model=str(model), **options))
-
-
 @pytest.mark.process
 def test_megatron_cores_own_model(tmp_path: Path, pool: Pool) -> None:
     """TP 2, PP 2: without a fault nothing differs; a shard that is 1.001 times too large is named."""
-    found = compared(tmp_path, pool, fault=False)
+    model = write_model(tmp_path / "model")
+    task = PlainTask(model, tmp_path / "trace", 2, 2)
+    pool.run("tests.bisection.plain_megatron:record", task, 4)
+    options = {"learning_rate": LR, "adam_epsilon": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0}
+    trace = Trace.open(task.trace)
+    steps = references_of(trace, model, SwiftConfig(task="sft", model=str(model), **options))
+    perturbed = list(steps.perturbed)
+    found = compare(trace, placement_of(trace, model), steps.base, perturbed)
     assert found.first is None
     assert {name.split(" ")[0].split(".", 2)[2] for name in found.skipped} == {"mlp", "pre_cross_attn_layernorm"}
     kinds = {v.kind for v in found.verdicts}
     assert kinds == {"input", "output", "loss", "output_gradient", "gradient", "weight"}
     assert {"output_layer", "layers.3.self_attention.k_layernorm", "embedding"} <= {v.name for v in found.verdicts}
-    first = compared(tmp_path, pool, fault=True).first
+
+    wrong = replace(task, trace=tmp_path / "wrong", fault=True)
+    pool.run("tests.bisection.plain_megatron:record", wrong, 4)
+    first = compare(Trace.open(wrong.trace), placement_of(trace, model), steps.base, perturbed).first
     assert first is not None and (first.name, first.kind) == ("layers.2.mlp.linear_fc1", "output")
     assert first.place.tp == 1 and first.difference == pytest.approx(1e-3, rel=0.05)
 

@@ -18,15 +18,17 @@ from megaswift.bisection.compare import Comparison
 from megaswift.bisection.judge import judge
 from megaswift.bisection.page import color, page
 from megaswift.bisection.report import layer_ranges, report_json, screen
-from megaswift.bisection.trace_folder import KINDS
+from megaswift.bisection.trace_folder import KINDS, Trace
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
 from megaswift.parallel.layout import Layout
 from tests.bisection.count_faults import Planted
 from tests.bisection.faults import CORE, FC1, PROJ, QKV, Fault
-from tests.bisection.ranks import Task, options_of, verdict
-from tests.parity import models
-from tests.parity.cases import parse
+from tests.bisection.ranks import Task, explained, options_of, verdict
+from tests.parity import check, models
+from tests.parity.cases import Case, parse
+from tests.parity.compare import number
+from tests.parity.oracle import Recipe
 from tests.parity.pool import Pool
 from tests.trainers.inputs import write_conversations, write_model
 
@@ -64,20 +66,19 @@ def test_two_layouts_against_each_other(folder: Path, pool: Pool) -> None:
     task, found = recorded("dense cp2", folder, pool, torch_dtype="bfloat16")
     assert found.first is None
     assert 1e-3 < max(v.expected for v in found.verdicts if v.kind == "output") < 0.5
-    other = replace(task, case=parse("dense tp2"), trace=folder / "other")
+    other = replace(task, case=parse("dense tp2 packed"), trace=folder / "other")
     pool.run("tests.bisection.ranks:record", other, 2)
     cfg = SwiftConfig(task="sft", model=str(task.model), **task.case.config(**options_of(task)))
-    joined = judge(task.trace, task.model, cfg, other.trace)
+    joined = judge(Trace.open(task.trace), task.model, cfg, Trace.open(other.trace))
     assert joined.first is None and len(joined.verdicts) == len(found.verdicts)
     shutil.copytree(task.trace, folder / "shorter")
     for file in (folder / "shorter").glob("rank-*.json"):
         file.write_text(file.read_text().replace('"loss_weights"', '"labels"'))
-    with pytest.raises(UserError, match="other rows"):
-        judge(task.trace, task.model, cfg, folder / "shorter")
+    with pytest.raises(UserError, match="lacks inputs: loss_weights"):
+        judge(Trace.open(task.trace), task.model, cfg, Trace.open(folder / "shorter"))
 
 
 FAULTS = [
-    Fault("dense tp2 pp2", "no_forward_reduction", 2, PROJ, answers=(f"layers.2.{PROJ}",)),
     Fault("dense tp2 pp2", "no_backward_reduction", 3, FC1, answers=(f"layers.3.{FC1}",)),
     Fault("dense tp2 pp2", "wrong_shard", 1, QKV, "tp", 1, answers=(f"layers.1.{QKV}",)),
     Fault("dense tp2 pp2", "local_norm", answers=("@clipped_gradient",)),
@@ -100,7 +101,7 @@ def planted(folder: Path, pool: Pool) -> Planted:
 @pytest.mark.process
 def test_the_report(planted: Planted) -> None:
     """The example of the page: the text, the JSON and the picture name the first tensor."""
-    fault = FAULTS[2]
+    fault = FAULTS[1]
     found = planted.comparison(fault)
     layout = Layout(4, tp=2, pp=2)
     text = screen(found, layout, "Hugging Face").splitlines()
@@ -136,6 +137,27 @@ def run_command(rank: int, world: int, words: list[str]) -> int:
     return main(["bisect", *words])
 
 
+class Known:
+    """A model's folder in place of the parity tests' references."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def of(self, case: Case) -> tuple[Path, Recipe, None]:
+        """Without the oracle's numbers."""
+        return self.folder, Recipe(max_grad_norm=0.5), None
+
+
+@pytest.mark.process
+def test_a_failed_parity_test_shows_the_answer(folder: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build("dense", folder / "models" / "dense")
+    monkeypatch.setattr(check, "against_hugging_face", lambda *_: [number("loss", 1.0, 2.0, 0.1)])
+    with pytest.raises(AssertionError, match="no difference beyond rounding"):
+        check.check(parse("dense tp2"), pool, Known(model))  # type: ignore[arg-type]
+    fault = Fault("dense tp2", "scaled_weight_gradient", 1, FC1)
+    assert f"first difference: layers.1.{FC1}.weight" in explained(parse("dense tp2"), pool, model, {}, fault)
+
+
 @pytest.mark.process
 def test_the_command(tmp_path: Path, pool: Pool) -> None:
     """A user's own file and data, the first layers of the model, and the trace that is left."""
@@ -152,4 +174,8 @@ def test_the_command(tmp_path: Path, pool: Pool) -> None:
     facts = json.loads((out / "bisect.json").read_text())
     assert code == 0 and facts["agrees"] and facts["layout"] == "TP2 SP DP2" and facts["layers_that_agree"] == "0 to 1"
     assert {row["name"] for row in facts["tensors"]} >= {"layers.1.mlp.linear_fc2", "input_ids"}
-    assert (out / "trace" / "trace.json").exists() and "No difference" in (out / "bisect.html").read_text()
+    assert "No difference" in (out / "bisect.html").read_text()
+    words = [str(out / "trace"), "--model", str(model), "--against", str(out / "trace"), "--output", str(out)]
+    [code] = pool.run("tests.bisection.test_steps:run_command", words, 1)
+    assert code == 0
+    assert json.loads((out / "bisect.json").read_text())["against"] == str(out / "trace")
