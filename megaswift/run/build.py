@@ -468,7 +468,7 @@ def run_hooks(
     hooks: list[Hook] = [
         MetricsJsonlHook(outputs.metrics, train.logging_steps, speed, task.count, train.logging_first_step),
         SkippedStepAndLossSpikeMonitor(),
-        Progress(),
+        Progress(unit={"rows": "texts", "labels": "labels"}.get(task.count, "label tokens")),
     ]
     if cfg.profiling.profile:
         hooks.insert(0, StepProfilerHook(cfg.profiling, outputs.profile))

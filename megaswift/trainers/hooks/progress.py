@@ -89,7 +89,9 @@ def terminal_columns(stream: TextIO) -> int:
 class Progress(Hook):
     """The bar, or the lines."""
 
-    def __init__(self, stream: TextIO | None = None, every: float = PLAIN_SECONDS) -> None:
+    def __init__(self, stream: TextIO | None = None, every: float = PLAIN_SECONDS, unit: str = "label tokens") -> None:
+        """`unit`: what an evaluation counts."""
+        self.unit = unit
         self.stream = stream or sys.stderr
         self.every = every
         self.bar: tqdm | None = None
@@ -153,7 +155,7 @@ class Progress(Hook):
             return
         print_line(
             f"step {line['step']}: evaluation loss {line['loss']:.4f}{companion_text(line)} over "
-            f"{line['label_tokens']:,} label tokens"
+            f"{line['label_tokens']:,} {self.unit}"
         )
 
     def close(self) -> None:
