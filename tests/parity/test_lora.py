@@ -51,6 +51,7 @@ LAYOUTS = [
     "moe tp2 sp etp2 recompute=moe",
 ]
 LATER = [
+    "hunyuan_v1_dense tp2",
     "qwen3_next single",
     "dense tp2 sp",
     "dense pp2",
@@ -89,7 +90,6 @@ FAMILIES = [
     "deepseek_v3-dense tp2",
     "qwen3_5 tp2 sp",
     "arcee tp2 sp",
-    "hunyuan_v1_dense tp2",
     "ministral3 pp2",
 ]
 """Shared experts, latent attention, gated delta nets, an MLP without a gate, norms after the rotation. (Fused tensors
@@ -227,10 +227,11 @@ def test_fused_projections(pool: Pool, adapters: Adapters) -> None:
         ),
         ("dense tp2 pp2 do", ("q_proj",), ("lm_head.weight", "model.layers.1.self_attn.q_norm.weight")),
         ("moe tp2 sp dp2 ep2", ("experts.1.gate_proj", "experts.2.down_proj"), ("model.layers.0.mlp.gate.weight",)),
-        (
+        pytest.param(
             "qwen3_5 tp2 sp",
             ("in_proj_qkv", "layers.1.linear_attn.in_proj_a"),
             ("model.layers.0.linear_attn.conv1d.weight",),
+            marks=pytest.mark.slow,
         ),
         pytest.param("qwen3_5 tp2 sp", ("in_proj_z", "out_proj"), (), marks=pytest.mark.slow),
         pytest.param("qwen3_next tp2 sp", ("in_proj_ba",), (), marks=pytest.mark.slow),
@@ -300,7 +301,7 @@ def test_the_oracle_is_peft(references: References, adapters: Adapters) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("text", ["dense single", "qwen3_next single"])
+@pytest.mark.parametrize("text", ["dense single", pytest.param("qwen3_next single", marks=pytest.mark.slow)])
 def test_added_outputs_are_those_of_changed_weights(text: str, adapters: Adapters) -> None:
     """The two forms of the oracle, in float64, with experts and without."""
 

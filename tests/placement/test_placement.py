@@ -26,7 +26,7 @@ from tests.placement.device import DEVICE, ReadTooEarly, StandIn, WrongDevice
 from tests.placement.steps import case_and_options, prepare_run
 from tests.placement.waits import FAULTS, SHARDED_FAULTS, SLOW, WAITS
 
-OFTEN = [(impl, ranks) for impl, ranks in WAITS if not impl or ranks == 1]
+OFTEN = [(impl, ranks) for impl, ranks in WAITS if ranks == 1]
 """Of the default run: Transformer Engine on one rank, torch's modules on one and two."""
 
 

@@ -331,6 +331,7 @@ def test_a_process_that_stops_is_named(rank: int, model: Path, tmp_path: Path) -
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_two_nodes_write_the_file_of_one(model: Path, tmp_path: Path) -> None:
     """Node 0 writes it; nodes need no common folder for results."""

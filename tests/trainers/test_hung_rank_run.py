@@ -31,20 +31,18 @@ def fault(number):
 @pytest.mark.parametrize(
     ("rank", "options", "operation"),
     [
-        pytest.param(1, "--pp 2 --nproc_per_node 2", "of PIPELINE_MODEL_PARALLEL_GROUP (ranks 0, 1)", id="pp2"),
-        *(
-            pytest.param(rank, options, operation, id=name, marks=pytest.mark.slow)
-            for name, rank, options, operation in (
-                ("tp2", 0, "--tp 2 --nproc_per_node 2", "of TENSOR_MODEL_PARALLEL_GROUP (ranks 0, 1)"),
-                ("tp2 pp2", 3, "--tp 2 --pp 2 --nproc_per_node 4", "of TENSOR_MODEL_PARALLEL_GROUP (ranks 2, 3)"),
-                ("ddp", 1, "--engine ddp --nproc_per_node 2", "all_reduce of all ranks"),
-                ("fsdp2", 1, "--engine fsdp2 --nproc_per_node 2", "of all ranks"),
-                ("cp2", 1, "--cp 2 --nproc_per_node 2", "of CONTEXT_PARALLEL_GROUP (ranks 0, 1)"),
-                ("zero1", 1, "--engine zero1 --nproc_per_node 2", "all_reduce of "),
-                ("zero2", 1, "--engine zero2 --nproc_per_node 2", "all_reduce of a group (ranks 0, 1)"),
-                ("zero3", 1, "--engine zero3 --nproc_per_node 2", "of all ranks"),
-            )
-        ),
+        pytest.param(rank, options, operation, id=name, marks=pytest.mark.slow)
+        for name, rank, options, operation in (
+            ("pp2", 1, "--pp 2 --nproc_per_node 2", "of PIPELINE_MODEL_PARALLEL_GROUP (ranks 0, 1)"),
+            ("tp2", 0, "--tp 2 --nproc_per_node 2", "of TENSOR_MODEL_PARALLEL_GROUP (ranks 0, 1)"),
+            ("tp2 pp2", 3, "--tp 2 --pp 2 --nproc_per_node 4", "of TENSOR_MODEL_PARALLEL_GROUP (ranks 2, 3)"),
+            ("ddp", 1, "--engine ddp --nproc_per_node 2", "all_reduce of all ranks"),
+            ("fsdp2", 1, "--engine fsdp2 --nproc_per_node 2", "of all ranks"),
+            ("cp2", 1, "--cp 2 --nproc_per_node 2", "of CONTEXT_PARALLEL_GROUP (ranks 0, 1)"),
+            ("zero1", 1, "--engine zero1 --nproc_per_node 2", "all_reduce of "),
+            ("zero2", 1, "--engine zero2 --nproc_per_node 2", "all_reduce of a group (ranks 0, 1)"),
+            ("zero3", 1, "--engine zero3 --nproc_per_node 2", "of all ranks"),
+        )
     ],
 )
 def test_it_is_named(rank: int, options: str, operation: str, tmp_path: Path) -> None:

@@ -55,12 +55,12 @@ def go(pool: Pool, run: Run) -> list[Result]:
 
 CONTINUED = [
     ("dense dp2 do", BF16),
-    ("qwen3_5_moe tp2 sp ep2 do", {}),
     ("qwen3_5-mtp pp2 tied dp2 do", {}),
     ("dense dp2 do", OVERLAP),
     *(
         pytest.param(words, {}, marks=pytest.mark.slow)
         for words in (
+            "qwen3_5_moe tp2 sp ep2 do",
             "moe tp2 sp ep2",
             "dense tp2 pp2",
             "dense pp2 tied dp2 do",
