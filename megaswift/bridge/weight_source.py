@@ -14,7 +14,7 @@ from megaswift.bridge.hf.dequantized import open_hf_weights
 from megaswift.bridge.hf.source import WeightSource
 from megaswift.errors import CheckpointError, Problem, missing_path_hint
 from megaswift.folders.checkpoint import CheckpointTensorAndModelPaths, find_intact_checkpoint
-from megaswift.folders.foreign import ForeignFolder
+from megaswift.folders.foreign import ForeignFolder, find_foreign_folder
 
 
 def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSource:
@@ -32,6 +32,9 @@ def open_weights(path: Path | str, dtype: torch.dtype | None = None) -> WeightSo
         raise CheckpointError(Problem(str(path), "does not exist", missing_path_hint(folder)))
     if not folder.is_dir():
         raise CheckpointError(Problem(str(path), "is a file", "give a Hugging Face folder or a checkpoint"))
+    if find_foreign_folder(folder) is not None:
+        fix = f"convert it first: megaswift convert megatron-to-hf {path} DST --hf_config DIR"
+        raise CheckpointError(Problem(str(path), "is a checkpoint of another program", fix))
     assert dtype is None, "a Hugging Face folder is read as it is"
     return open_hf_weights(folder)
 

@@ -109,9 +109,14 @@ def _find(
     return None
 
 
+def shown_model_folder(folder: Path) -> Path:
+    """Return how people name a model folder: for one that stands for another program's checkpoint, that checkpoint."""
+    return Path(read_plain_file(folder / FOREIGN).decode()) if (folder / FOREIGN).is_file() else folder
+
+
 def _parts(folder: Path) -> CheckpointTensorAndModelPaths | None:
     if (folder / FOREIGN).is_file():
-        return CheckpointTensorAndModelPaths(Path(read_plain_file(folder / FOREIGN).decode()), folder, True)
+        return CheckpointTensorAndModelPaths(shown_model_folder(folder), folder, True)
     owner = folder.parent if folder.name == MODEL else folder
     for tensors in (owner, owner / ENGINE):
         if (tensors / TABLES).is_file():

@@ -72,12 +72,13 @@ def locate_model(model: ModelNameOptions, weights: bool = True, verify: bool | N
     name = str(model.model)
     path = Path(name).expanduser()
     if path.is_dir() and (foreign := find_foreign_folder(path)) is not None:
-        if model.hf_config is None:
-            raise CheckpointError(foreign_without_config_problem(f"--model {name}"))
         if foreign.legacy:
-            fix = f"megaswift convert megatron-to-hf {name} DST --hf_config {model.hf_config}, then --model DST"
+            given = model.hf_config or "DIR, DIR being the Hugging Face folder of the model that was trained"
+            fix = f"megaswift convert megatron-to-hf {name} DST --hf_config {given}, then --model DST"
             rule = "is a checkpoint in Megatron-LM's legacy format: pickles, which only convert reads"
             raise CheckpointError(Problem(f"--model {name}", rule, fix))
+        if model.hf_config is None:
+            raise CheckpointError(foreign_without_config_problem(f"--model {name}"))
         return foreign_model_view(foreign.tensors, Path(model.hf_config).expanduser())
     if model.hf_config is not None:
         rule = f"is for checkpoints of other programs, and --model {name} is none"

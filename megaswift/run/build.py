@@ -26,6 +26,7 @@ from megaswift.engine.options.engine_checks import NATIVE
 from megaswift.engine.options.optimizer_checks import can_shard_optimizer
 from megaswift.engine.protocol import Engine, EngineSizeReport
 from megaswift.evaluation.training import TaskSettings, TrainingTasks
+from megaswift.folders.checkpoint import shown_model_folder
 from megaswift.folders.source import locate_model
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.losses.options.preference import loss_types_of, needs_reference
@@ -571,7 +572,7 @@ def summary_facts(plan: RunPlan, task: Task, data: TaskData, engine: Engine, run
         title=task.title,
         model=f"{spec.family}, {spec.num_layers} layers{ahead} x {spec.hidden_size}, "
         f"{spec.heads} heads ({spec.kv_heads} KV), vocabulary {spec.vocab_size:,}"
-        f"{experts}: {plan.folder}{' (random weights)' if plan.cfg.model.random_init else ''}",
+        f"{experts}: {shown_model_folder(plan.folder)}{' (random weights)' if plan.cfg.model.random_init else ''}",
         parameters=engine.report(),
         layout=f"{layout.describe()} on {processes} ({where})",
         picture=grid,

@@ -12,6 +12,7 @@ from megaswift.config import SwiftConfig
 from megaswift.data import build as data
 from megaswift.data.batches.numbered import LoaderGeometry
 from megaswift.data.model_tokenizer import read_tokenizer, training_processor
+from megaswift.folders.checkpoint import shown_model_folder
 from megaswift.models.spec import ModelSpec
 from megaswift.models.vision import reads_images
 from megaswift.parallel.layout import Layout
@@ -51,7 +52,7 @@ class RunPlan:
     def base(self) -> str:
         """Name of the base model, for those who load the adapters: the hub id, or the folder."""
         local = Path(str(self.cfg.model.model)).exists() or self.folder.is_relative_to(self.outputs.root)
-        return str(self.folder.resolve()) if local else str(self.cfg.model.model)
+        return str(shown_model_folder(self.folder.resolve())) if local else str(self.cfg.model.model)
 
     def geometry(self) -> LoaderGeometry:
         """What the loader must know of this rank and its batches."""

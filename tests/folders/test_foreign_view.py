@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift import infer
 from megaswift.bridge.convert.to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.weight_source import open_weights
 from megaswift.errors import UserError
+from megaswift.folders.checkpoint import shown_model_folder
 from megaswift.folders.source import locate_model, missing_model_file_problems
 from megaswift.inference.model import load_config_tokenizer_and_processor, load_model_and_prompt_device
 from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
+from megaswift.options.files import CONFIG_HEADER
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.bridge.folders import tensors_of
 from tests.trainers.inputs import logits, write_conversations, write_model
@@ -79,6 +82,22 @@ def test_mistakes(folder: Path, foreign: Path, tmp_path: Path) -> None:
     for given, words in told:
         with pytest.raises(UserError, match=words):
             locate_model(given)
+    with pytest.raises(UserError, match="is a checkpoint of another program(.|\n)*convert it first"):
+        open_weights(foreign)
+
+
+def test_adapters_name_the_checkpoint(folder: Path, foreign: Path, tmp_path: Path) -> None:
+    """The folder that stands for it may be gone when they are used; the run tells the configuration."""
+    release = foreign / "release"
+    assert shown_model_folder(locate_model(options(foreign, folder))) == release
+    assert shown_model_folder(folder) == folder
+    adapter = tmp_path / "run" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(release)}))
+    config = f"{CONFIG_HEADER}\nmodel: {foreign}\nhf_config: {folder}\ndataset: d\ntask: sft\n"
+    (tmp_path / "run" / "config.yaml").write_text(config)
+    weights = infer.COMMAND.parse(["--adapters", str(adapter), "--dataset", "d"]).sections["weights"]
+    assert (weights.model, weights.hf_config) == (str(release), str(folder))
 
 
 def test_inference(folder: Path, foreign: Path) -> None:

@@ -18,6 +18,7 @@ from megaswift.bridge.adapters.folder import write_peft_folder
 from megaswift.bridge.adapters.plan import AdapterHyperparameters, AdapterPlan, ModuleAdapterSpec
 from megaswift.bridge.checkpoint.source import TorchDistSource
 from megaswift.bridge.foreign.keys import EXPERTS, LAYER, NOT_WEIGHTS, without_prefix
+from megaswift.bridge.foreign.rows import family_with_rows
 from megaswift.bridge.foreign.settings import AdapterOptions, adapter_options
 from megaswift.bridge.hf.header import DTYPE_NAMES
 from megaswift.bridge.plan import FLOATS, SHOWN, WeightPlan
@@ -56,9 +57,9 @@ def convert_adapters(
         CheckpointError: A tensor is left over, or does not fit the model.
     """
     spec = load_spec(hf_config)
-    weights = WeightPlan(family_of(spec.hf_config), spec)
     names, twice = without_prefix({key: stored.shape(key) for key in stored.keys()})  # noqa: SIM118 (a method)
     bridge = any(_BRIDGE.fullmatch(name) for name in names)
+    weights = WeightPlan(family_with_rows(family_of(spec.hf_config), not bridge), spec)
     halves = _halves(_BRIDGE if bridge else _SWIFT, names)
     options = adapter_options(folder, bridge)
     chosen: list[Projection] = []

@@ -28,10 +28,18 @@ ALIASES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "self_attention.linear_proj.post_layernorm.weight": "self_attention.post_self_attn_layernorm.weight",
+    "mlp.linear_fc2.post_layernorm.weight": "mlp.post_mlp_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attention.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attention.k_norm.weight",
+}
+"""Name within a layer -> its other name: modules with and without Transformer Engine fuse norms or do not, and ms-swift
+has names of its own for norms after a projection and for norms over all heads."""
+RENAMED = {
     "self_attention.conv1d_weight": "self_attention.conv1d.weight",
     "self_attention.out_norm_weight": "self_attention.out_norm.weight",
 }
-"""Name within a layer -> its other name: modules with and without Transformer Engine fuse norms or do not."""
+"""Name within a layer in this program alone -> its name in all others."""
 MTP_LAYERS = (".transformer_layer.", ".mtp_model_layer.")
 """The decoder layer within a layer for multi-token prediction, before and since Megatron-Core 0.17."""
 PREFIX = re.compile(r"(?:(?:model\d*|module|language_model)\.)+(?=(?:embedding|decoder|output_layer|mtp)\.)")
@@ -199,6 +207,8 @@ class ShardedKeys:
     def _of_name(self, name: str, at: Shape, entry: PlanEntry, region: ShardedStateDictEntry) -> list[Part]:
         """The parts of a parameter with this name: whole, by experts, by gate and up, by components."""
         whole = region.whole
+        if isinstance(entry.rule, KeyHeadRowsRule) and entry.rule.by_component:
+            return self._components(name, at, entry.rule.component_rows(entry.spec), whole)
         if name in self.names:
             extent = self._extent(name, at, entry, whole)
             return [Part(self.names[name], (0,) * len(whole), extent, self._stacked(at, whole), at)]
@@ -206,8 +216,6 @@ class ShardedKeys:
             return halves
         if entry.expert is not None:
             return self._experts(name, at, whole)
-        if isinstance(entry.rule, KeyHeadRowsRule):
-            return self._components(name, at, entry)
         return []
 
     def _extent(self, name: str, at: Shape, entry: PlanEntry, whole: Shape) -> Shape:
@@ -241,24 +249,18 @@ class ShardedKeys:
         needed = self._stacked(at, half[dropped:])
         return [Part(self.names[each], c, half, needed, at, dropped) for each, c in zip(names, corners, strict=True)]
 
-    def _components(self, name: str, at: Shape, entry: PlanEntry) -> list[Part]:
-        """A gated delta net's queries, keys, values, ..., which a parameter has key head by key head."""
-        assert isinstance(entry.rule, KeyHeadRowsRule)
-        spec = entry.spec
-        sizes = [getattr(spec, size) for part in entry.rule.parts for size in part]
-        names = [f"{name}.{component}" for component in COMPONENTS[: len(sizes)]]
+    def _components(self, name: str, at: Shape, rows: Sequence[int], whole: Shape) -> list[Part]:
+        """A gated delta net's queries, keys, values, ... as tensors of their own."""
+        names = [f"{name}.{component}" for component in COMPONENTS[: len(rows)]]
         if not all(each in self.names for each in names):
             return []
         found = []
         row = 0
-        tail = entry.full_shape()[1:]
-        for head in range(spec.linear_groups):
-            for each, size in zip(names, sizes, strict=True):
-                start = (head * size, *(0 for _ in tail))
-                needed = self._stacked(at, (spec.linear_groups * size, *tail))
-                corner = (row, *(0 for _ in tail))
-                found.append(Part(self.names[each], corner, (size, *tail), needed, at, 0, start))
-                row += size
+        for each, count in zip(names, rows, strict=True):
+            shape = (count, *whole[1:])
+            corner = (row, *(0 for _ in whole[1:]))
+            found.append(Part(self.names[each], corner, shape, self._stacked(at, shape), at))
+            row += count
         return found
 
     def _stacked(self, at: Shape, shape: Shape) -> Shape:
@@ -277,7 +279,7 @@ def names_of(key: str) -> Iterator[str]:
 
 def _with_alias(rest: str, layer: str = "") -> Iterator[str]:
     """A name, and its other one. `layer`: what stands before the part that has another name."""
-    yield rest
     head, middle, tail = rest.partition(layer) if layer else ("", "", rest)
+    yield f"{head}{middle}{RENAMED.get(tail, tail)}"
     if tail in ALIASES:
         yield f"{head}{middle}{ALIASES[tail]}"

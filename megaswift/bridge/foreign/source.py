@@ -20,6 +20,7 @@ from megaswift.bridge.checkpoint.hf_view import MegatronSource, StoredTensors
 from megaswift.bridge.checkpoint.source import TorchDistSource
 from megaswift.bridge.foreign.keys import Part, Search, ShardedKeys, place
 from megaswift.bridge.foreign.legacy import LegacyKeys, LegacyTensors
+from megaswift.bridge.foreign.rows import family_with_rows, is_of_swift
 from megaswift.bridge.foreign.tensors import PlacedTensors
 from megaswift.bridge.hf.header import DTYPE_NAMES
 from megaswift.bridge.plan import EMBEDDING, FLOATS, OUTPUT_LAYER, SHOWN, WeightPlan
@@ -56,7 +57,7 @@ def open_foreign_weights(
         shapes = {key: stored.shape(key) for key in stored.keys()}  # noqa: SIM118 (a method)
         search = ShardedKeys(spec.num_layers, shapes)
     spec = _with_prediction_layers(spec, search, folder.tensors)
-    plan = WeightPlan(family_of(spec.hf_config), spec)
+    plan = WeightPlan(family_with_rows(family_of(spec.hf_config), is_of_swift(folder, search.names)), spec)
     placement = place(plan, search, str(folder.tensors))
     problems = [*placement.problems]
     if not problems:

@@ -78,13 +78,18 @@ def load_run_config(file: Path) -> SwiftConfig:
     return load_config(None, [str(file)], environ={})
 
 
-def _base_model(folder: str) -> str | None:
-    """The model that adapters were trained on: as their folder names it, or as their run does."""
+def _base_model(folder: str) -> tuple[str | None, str | None]:
+    """The model that adapters were trained on, as their folder names it, or as their run does; and the run's folder of
+    its configuration, for another program's checkpoint."""
     name = adapter_config(folder).get("base_model_name_or_path")
-    if isinstance(name, str) and name:
-        return name
+    named = name if isinstance(name, str) and name else None
+    if named is not None and (not Path(named).is_dir() or (Path(named) / "config.json").is_file()):
+        return named, None
     file = run_config_file([folder])
-    return None if file is None else load_run_config(file).model.model
+    if file is None:
+        return named, None
+    run = load_run_config(file).model
+    return named or run.model, run.hf_config
 
 
 def _with_base_model(parsed: ParsedCommand, key: str) -> ParsedCommand:
@@ -94,8 +99,9 @@ def _with_base_model(parsed: ParsedCommand, key: str) -> ParsedCommand:
     found = tuple(f"{name}={adapter_folder(path)}" if name else adapter_folder(path) for name, path in entries)
     options = replace(options, adapters=found)
     notices = parsed.notices
-    if options.model is None and found and (base := _base_model(options.adapter_folders[0])) is not None:
-        options = replace(options, model=base)
+    base, hf_config = (None, None) if options.model or not found else _base_model(options.adapter_folders[0])
+    if base is not None:
+        options = replace(options, model=base, hf_config=options.hf_config or hf_config)
         notices = (*notices, f"--model {base}: the base model of {options.adapter_folders[0]}")
     return replace(parsed, sections={**parsed.sections, key: options}, notices=notices)
 

@@ -35,7 +35,8 @@ class KeyHeadRowsRule:
     """Rows of several tensors in Megatron's order: for each key head its rows of the first tensor, of the second, ...
 
     `parts` has, for each tensor, the rows of a key head in each of its components. A tensor holds one component after
-    the other, each for all key heads; with `by_head` one key head after the other, as Megatron does.
+    the other, each for all key heads; with `by_head` one key head after the other, as Megatron does. With
+    `by_component` Megatron's shard has all rows of a component before those of the next, as Megatron-Core's layer has.
     """
 
     megatron: str
@@ -45,6 +46,7 @@ class KeyHeadRowsRule:
     by_head: bool = False
     scope: Scope = "linear"
     when: str = ""
+    by_component: bool = False
     shard: ClassVar[Shard] = "column"
     stacked: ClassVar[bool] = False
     buffer: ClassVar[bool] = False
@@ -57,7 +59,15 @@ class KeyHeadRowsRule:
     def pieces(self, spec: ModelSpec, shard: TensorParallelShard) -> list[SliceMap]:
         """For each of this rank's key heads a range of each component."""
         slices = []
-        for head in range(*shard_range(spec.linear_groups, shard, "key heads of gated delta nets")):
+        heads = range(*shard_range(spec.linear_groups, shard, "key heads of gated delta nets"))
+        if self.by_component:
+            return [
+                self._rows(spec, source, number, head)
+                for source, part in enumerate(self.parts)
+                for number in range(len(part))
+                for head in heads
+            ]
+        for head in heads:
             for source, part in enumerate(self.parts):
                 sizes = spec_sizes(spec, part)
                 if self.by_head:
@@ -67,6 +77,17 @@ class KeyHeadRowsRule:
                     slices.append(SliceMap(source, first + head * size, first + (head + 1) * size))
                     first += spec.linear_groups * size
         return slices
+
+    def component_rows(self, spec: ModelSpec) -> list[int]:
+        """Return the rows of each component, of all key heads."""
+        return [spec.linear_groups * size for part in self.parts for size in spec_sizes(spec, part)]
+
+    def _rows(self, spec: ModelSpec, source: int, number: int, head: int) -> SliceMap:
+        """The rows of one key head in one component of a tensor."""
+        sizes = spec_sizes(spec, self.parts[source])
+        before = sum(sizes[:number])
+        first = head * sum(sizes) + before if self.by_head else spec.linear_groups * before + head * sizes[number]
+        return SliceMap(source, first, first + sizes[number])
 
 
 SPLIT_INPUT = KeyHeadRowsRule(

@@ -239,12 +239,14 @@ class FusedQKVRule:
 @dataclass(frozen=True)
 class FusedGatedQKVRule:
     """Projections of attention whose output is gated: Hugging Face's query projection has, for each head, [query;
-    gate], Megatron's layer for each KV group [its query heads; their gates; its key head; its value head]."""
+    gate], Megatron's layer for each KV group [its query heads; their gates; its key head; its value head]. With
+    `alternating` the gate of each query head follows it, as in ms-swift's layer."""
 
     megatron: str
     hf: tuple[str, str, str]
     scope: Scope = "layer"
     when: str = ""
+    alternating: bool = False
     shard: ClassVar[Shard] = "column"
     stacked: ClassVar[bool] = False
     buffer: ClassVar[bool] = False
@@ -260,7 +262,8 @@ class FusedGatedQKVRule:
         rows = []
         for group in range(spec.kv_heads):
             of_group = range(2 * group * heads, 2 * (group + 1) * heads)
-            rows += [SliceMap(0, n * d, (n + 1) * d) for n in (*of_group[::2], *of_group[1::2])]
+            order = of_group if self.alternating else (*of_group[::2], *of_group[1::2])
+            rows += [SliceMap(0, n * d, (n + 1) * d) for n in order]
             rows += [SliceMap(source, group * d, (group + 1) * d) for source in (1, 2)]
         return slices_of_shard(rows, shard, "rows of queries, gates, keys and values")
 

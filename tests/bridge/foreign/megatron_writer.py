@@ -3,15 +3,17 @@ gloo.
 
 Nothing of this project is used, so that the same file runs in an environment with another Megatron-Core:
 
-    python -m tests.bridge.foreign.megatron_writer JOB.json
+    python -m tests.bridge.foreign.megatron_writer JOB.json [MODULE:FUNCTION]
 
 The weights come from a Hugging Face folder, by a mapping of this file's own.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import socket
 import sys
 from dataclasses import asdict, dataclass
@@ -20,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,14 @@ class Job:
     """Norms before experts under the name that they have with Transformer Engine."""
     megatron_lm: bool = False
     """Written by Megatron-LM's own `save_checkpoint`, which the wheel has since 0.19."""
-    gated: bool = False
-    """Attention with output gates."""
+    te: bool = False
+    """Layers of Transformer Engine, which must be there: fused norms, grouped experts, `_extra_state`."""
+    etp: int = 1
 
     @property
     def world(self) -> int:
         """Processes."""
-        return max(self.tp * self.pp, self.pp * self.ep)
+        return self.pp * max(self.tp, self.ep * self.etp)
 
 
 def run(rank: int, world: int, job: Job) -> None:
@@ -94,7 +99,7 @@ def start(rank: int, world: int, job: Job) -> None:
         pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
         expert_model_parallel_size=job.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=job.etp,
     )
 
 
@@ -133,13 +138,13 @@ def _stand_in_for_cuda() -> None:
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
         torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+        torch.Tensor.cuda = lambda self, *_: self  # type: ignore[assignment, method-assign]
 
 
 def models(job: Job) -> list[Any]:
     """This rank's chunks with the weights of the folder."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     hf = json.loads((Path(job.folder) / "config.json").read_text())
@@ -152,8 +157,8 @@ def models(job: Job) -> list[Any]:
             "moe_router_topk": hf["num_experts_per_tok"],
             "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         }
-    if job.gated:
-        more["attention_output_gate"] = True
+    if "linear_num_key_heads" in hf:
+        more |= delta_nets(hf)
     config = TransformerConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -172,16 +177,13 @@ def models(job: Job) -> list[Any]:
         pipeline_model_parallel_size=job.pp,
         virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
         expert_model_parallel_size=job.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=job.etp,
         pipeline_dtype=torch.float32,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         **more,
     )
-    spec = get_gpt_layer_local_spec(num_experts=experts or None, qk_layernorm=True, normalization="RMSNorm")
-    if job.te_norms:
-        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     chunks = []
     for stage in range(job.vpp):
         if job.vpp > 1:
@@ -189,7 +191,7 @@ def models(job: Job) -> list[Any]:
         pipeline = parallel_state.get_pipeline_model_parallel_rank()
         model = GPTModel(
             config=config,
-            transformer_layer_spec=spec,
+            transformer_layer_spec=layer_spec(config, job, stage if job.vpp > 1 else None),
             vocab_size=hf["vocab_size"] + job.padding,
             max_sequence_length=64,
             pre_process=pipeline == 0 and stage == 0,
@@ -201,6 +203,41 @@ def models(job: Job) -> list[Any]:
         fill(model, hf, tensors, job)
         chunks.append(model.to(next(iter(tensors.values())).dtype))
     return chunks
+
+
+def delta_nets(hf: dict[str, Any]) -> dict[str, Any]:
+    """Options of a model whose layers are gated delta nets, or attention with output gates."""
+    from megatron.core.ssm import gated_delta_net
+
+    # only its forward pass needs flash-linear-attention
+    for module in (gated_delta_net, getattr(gated_delta_net, "gdn", None), getattr(gated_delta_net, "common", None)):
+        if hasattr(module, "HAVE_FLA"):
+            module.HAVE_FLA = True
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    return {
+        **{f"linear_{name}": hf[f"linear_{name}"] for name in names},
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(kind == "linear_attention") for kind in hf["layer_types"]],
+        "transformer_impl": "transformer_engine",
+    }
+
+
+def layer_spec(config: Any, job: Job, stage: int | None) -> Any:
+    """The modules of the layers."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    if config.experimental_attention_variant:
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(config, stage)
+    if job.te:
+        return specs.get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, True, True)
+    spec = specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=True, normalization="RMSNorm"
+    )
+    if job.te_norms:
+        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return spec
 
 
 def expert_count(hf: dict[str, Any]) -> int:
@@ -231,7 +268,7 @@ def fill(model: Any, hf: dict[str, Any], tensors: dict[str, Tensor], job: Job) -
         layer = f"model.layers.{by_number[local]}." if local else ""
         value = of_model(name, tensors, job) if not local else None
         if value is None:
-            value = of_layer(name.removeprefix(local), layer, hf, tensors, (rank, job.tp, first_expert))
+            value = of_layer(name.removeprefix(local), layer, hf, tensors, (rank, job.tp, first_expert, job.etp))
         elif value.shape[0] != parameter.shape[0]:
             value = value.chunk(job.tp)[rank]
         assert value.shape == parameter.shape, (name, value.shape, parameter.shape)
@@ -251,12 +288,16 @@ def of_model(name: str, tensors: dict[str, Tensor], job: Job) -> Tensor | None:
 
 
 def of_layer(
-    name: str, layer: str, hf: dict[str, Any], tensors: dict[str, Tensor], where: tuple[int, int, int]
+    name: str, layer: str, hf: dict[str, Any], tensors: dict[str, Tensor], where: tuple[int, int, int, int]
 ) -> Tensor:
     """A parameter of a layer: this rank's part."""
-    rank, tp, first_expert = where
+    rank, tp, first_expert, etp = where
     whole = {
         "input_layernorm.weight": "input_layernorm.weight",
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+        "self_attention.out_norm.weight": "linear_attn.norm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
         "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
@@ -267,23 +308,48 @@ def of_layer(
     if name == "self_attention.linear_qkv.weight":
         groups, heads, d = hf["num_key_value_heads"], hf["num_attention_heads"], hf["head_dim"]
         q, k, v = (tensors[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv")
-        parts = [q.view(groups, -1, q.shape[1]), k.view(groups, d, -1), v.view(groups, d, -1)]
+        h = q.shape[1]
+        parts = [q.view(groups, -1, h), k.view(groups, d, h), v.view(groups, d, h)]
         if q.shape[0] == 2 * heads * d:  # each head's query, then its gate
             pairs = q.view(groups, heads // groups, 2, d, -1).transpose(1, 2)
             parts[0] = pairs.reshape(groups, 2 * heads // groups * d, -1)
         return torch.cat(parts, 1).flatten(0, 1).chunk(tp)[rank]
     if name == "self_attention.linear_proj.weight":
         return tensors[layer + "self_attn.o_proj.weight"].chunk(tp, 1)[rank]
+    if name.startswith("self_attention."):
+        return of_delta_net(name.removeprefix("self_attention."), layer + "linear_attn.", hf, tensors, (rank, tp))
     mlp = layer + "mlp."
-    if name.startswith("mlp.experts.local_experts."):
-        _, _, _, number, name = name.split(".", 4)
-        mlp += f"experts.{first_expert + int(number)}."
-        rank, tp = 0, 1
+    if (
+        match := re.fullmatch(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)", name)
+    ) is not None:
+        mlp += f"experts.{first_expert + int(match[1] or match[3])}."
+        name = match[2]
+        rank, tp = rank % etp, etp
     if name.endswith("linear_fc1.weight"):
         return torch.cat([tensors[f"{mlp}{x}_proj.weight"].chunk(tp)[rank] for x in ("gate", "up")])
     if name.endswith("linear_fc2.weight"):
         return tensors[mlp + "down_proj.weight"].chunk(tp, 1)[rank]
     raise KeyError(name)
+
+
+def of_delta_net(
+    name: str, prefix: str, hf: dict[str, Any], tensors: dict[str, Tensor], where: tuple[int, int]
+) -> Tensor:
+    """A parameter of a gated delta net: this rank's rows of each component."""
+    rank, tp = where
+    if name == "out_proj.weight":
+        return tensors[prefix + name].chunk(tp, 1)[rank]
+    if name in ("A_log", "dt_bias"):
+        return tensors[prefix + name].chunk(tp)[rank]
+    keys = hf["linear_num_key_heads"] * hf["linear_key_head_dim"]
+    values = hf["linear_num_value_heads"] * hf["linear_value_head_dim"]
+    if name == "conv1d.weight":
+        parts = [*tensors[prefix + name].split([keys, keys, values])]
+    else:
+        assert name == "in_proj.weight", name
+        parts = [*tensors[f"{prefix}in_proj_qkv.weight"].split([keys, keys, values])]
+        parts += [tensors[f"{prefix}in_proj_{each}.weight"] for each in "zba"]
+    return torch.cat([part.chunk(tp)[rank] for part in parts])
 
 
 def save_legacy(job: Job, chunks: list[Any]) -> None:
@@ -302,7 +368,7 @@ def save_legacy(job: Job, chunks: list[Any]) -> None:
         tensor_model_parallel_size=job.tp,
         pipeline_model_parallel_size=job.pp,
         expert_model_parallel_size=job.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=job.etp,
         virtual_pipeline_model_parallel_size=job.vpp if job.vpp > 1 else None,
         num_layers=sum(len(chunk.decoder.layers) for chunk in chunks) * job.pp,
         params_dtype=torch.float32,
@@ -339,13 +405,13 @@ def save_by_megatron_lm(job: Job, chunks: list[Any]) -> None:
     args.tensor_model_parallel_size = job.tp
     args.pipeline_model_parallel_size = job.pp
     args.expert_model_parallel_size = job.ep
-    args.expert_tensor_parallel_size = 1
+    args.expert_tensor_parallel_size = job.etp
     global_vars.set_args(args)
     checkpointing.save_checkpoint(7, chunks, None, None, 0)
 
 
-def main(path: str) -> None:
-    """Write a job's checkpoint in processes of its own."""
+def main(path: str, function: str = "") -> None:
+    """Run a job in processes of its own: write its checkpoint, or what `function` does."""
     import torch.multiprocessing as processes
 
     facts = json.loads(Path(path).read_text())
@@ -354,20 +420,22 @@ def main(path: str) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(job.world)}
-    processes.start_processes(run, (job.world, job), nprocs=job.world, start_method="spawn")
+    module, _, name = function.partition(":")
+    work = getattr(importlib.import_module(module), name) if function else run
+    processes.start_processes(work, (job.world, job), nprocs=job.world, start_method="spawn")
 
 
-def written(job: Job, folder: Path, python: str = sys.executable) -> Path:
-    """Run this file in an environment, and return the folder of the iteration."""
+def written(job: Job, folder: Path, python: str = sys.executable, function: str = "") -> Path:
+    """Run a job in an environment, and return the folder of the iteration."""
     import subprocess
 
     file = folder / "job.json"
     file.write_text(json.dumps(asdict(job)))
-    command = [python, "-m", "tests.bridge.foreign.megatron_writer", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    command = [python, "-m", "tests.bridge.foreign.megatron_writer", str(file), *filter(None, [function])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return Path(job.target)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

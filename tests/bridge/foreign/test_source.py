@@ -6,6 +6,7 @@ Covers: megaswift/bridge/foreign/source.py, megaswift/bridge/foreign/tensors.py.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ import torch
 
 from megaswift.bridge.convert.to_hf import MegatronToHfOptions, megatron_to_hf
 from megaswift.errors import CheckpointError
-from tests.bridge.folders import set_config, tensors_of
+from tests.bridge.folders import make, set_config, tensors_of
 from tests.bridge.foreign.conftest import Written
 from tests.bridge.foreign.megatron_writer import Job
 from tests.bridge.test_convert import assert_same
+from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
 PER_LAYER = (("non_homogeneous_layers", True),)
@@ -64,6 +66,27 @@ def test_weights_of_the_legacy_format(variant: str, job: Job, written: Written, 
     folder, root = written(variant, job)
     out = converted(root, folder, tmp_path / "hf")
     assert_same(tensors_of(out), tensors_of(folder))
+
+
+@slow
+@pytest.mark.parametrize(
+    ("variant", "job"),
+    [
+        ("qwen3_5", Job("", "", tp=2, te=True)),
+        ("qwen3_5", Job("", "", tp=2, pp=2, te=True, legacy=True)),
+        ("dense", Job("", "", tp=2, pp=2, te=True)),
+        ("moe", Job("", "", tp=2, etp=2, te=True)),
+        ("moe", Job("", "", ep=2, te=True, metadata=PER_LAYER)),
+        ("moe", Job("", "", tp=2, ep=2, te=True, legacy=True)),
+        ("moe", Job("", "", tp=2, etp=2, te=True, legacy=True)),
+    ],
+)
+def test_layers_of_transformer_engine(variant: str, job: Job, te_pool: Pool, folders: Path, tmp_path: Path) -> None:
+    """Fused norms, grouped experts, `_extra_state`; gated delta nets and attention with output gates."""
+    folder = make(variant, folders)
+    whole = replace(job, folder=str(folder), target=str(tmp_path / "iter_0000007"))
+    te_pool.run("tests.bridge.foreign.megatron_writer:run", whole, job.world)
+    assert_same(tensors_of(converted(tmp_path, folder, tmp_path / "hf")), tensors_of(folder))
 
 
 def test_a_configuration_that_does_not_fit(written: Written, tmp_path: Path) -> None:
