@@ -61,4 +61,4 @@ def test_its_loader_reads_what_is_written(variant: str, job: Job, folders: Path,
     options = HfToMegatronOptions({"tp": job.tp} if job.tp > 1 else {}, megatron_lm=True)
     out = hf_to_megatron(folder, tmp_path / "out", options)
     whole = replace(job, folder=str(folder), target=str(out / "release"))
-    megatron_writer.written(whole, tmp_path, PYTHON, "tests.bridge.foreign.megatron_loader:run")
+    assert megatron_writer.written(whole, tmp_path, PYTHON, "tests.bridge.foreign.megatron_loader:run").is_dir()
