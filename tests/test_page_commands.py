@@ -57,8 +57,8 @@ REFUSED = {
     "sft --model Qwen3-8B --dataset d.jsonl --tp 3 --nproc_per_node 8": "a layout that the page shows to be refused",
     "sft --model DIR --dataset AI-ModelScope/alpaca-gpt4-data-zh#500 swift/self-cognition#200 --use_hf false": "the "
     "stand-ins lie on this machine",
-    "sft --model megatron-run --hf_config Qwen3-8B --tp 4 --pp 2 --dataset data.jsonl": "the stand-ins are Hugging Face "
-    "folders",
+    "sft --model megatron-run --hf_config Qwen3-8B --tp 4 --pp 2 --dataset data.jsonl": "the stand-ins are Hugging "
+    "Face folders",
     "pt --model DIR --dataset 0.3 web 0.7 code --data_split 98,2,0 --max_steps 1000": "the stand-ins are no .bin files",
     "gkd --model DIR --teacher_logits probabilities --dataset data.jsonl --lmbda 0 --learning_rate 2e-5 --output_dir "
     "out-second": "the command before it, which writes the folder, has not run",
