@@ -21,8 +21,8 @@ from megaswift.engine.megatron.layers.implementation import te_unsupported_atten
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
 from megaswift.models.fields.rows import RequiredValue  # noqa: E402
 from megaswift.models.options.linear import BLOCKS, BlockAxis  # noqa: E402
+from megaswift.models.published.table import PUBLISHED  # noqa: E402
 from megaswift.models.spec import ModelSpec  # noqa: E402
-from tests.families.published import PUBLISHED  # noqa: E402
 from tests.parity import models, test_families  # noqa: E402
 
 BEGIN = "<!-- support table: scripts/support_table.py writes this -->"

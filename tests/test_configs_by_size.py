@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,11 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.engine.options.engine_checks import requested_engine
 from megaswift.families import family_of
 from megaswift.memory.estimate import usable_bytes
+from megaswift.models.published.sizes import MODELS, published_model
 from megaswift.parallel.layout import Layout
 from megaswift.run.checks import preflight
 from tests.config_memory import NATIVE_KERNELS, bytes_on_the_fullest_gpu
 from tests.memory.of_config import estimate_of
-from tests.published_shapes import SHAPES
 from tests.sources import ROOT
 
 FOLDER = ROOT / "configs" / "by_size"
@@ -51,6 +52,13 @@ def run_of(file: Path) -> tuple[SwiftConfig, int]:
     return cfg, (cfg.launch.nproc_per_node or 1) * (cfg.launch.nnodes or 1)
 
 
+def config_of(cfg: SwiftConfig) -> dict[str, Any]:
+    """The published config.json of a run's model."""
+    found = published_model(str(cfg.model.model))
+    assert found is not None
+    return found[1]
+
+
 def machines(file: Path) -> tuple[int, int]:
     """GPUs, bytes of each, by the file's name."""
     found = NAME.fullmatch(file.stem)
@@ -66,7 +74,8 @@ def test_memory_is_what_the_comment_says_and_fits(file: Path) -> None:
     cfg, ranks = run_of(file)
     gpus, card = machines(file)
     assert ranks == gpus
-    config, parameters = SHAPES[str(cfg.model.model)]
+    name, config = published_model(str(cfg.model.model)) or ("", {})
+    parameters = MODELS[name][1]
     needed = bytes_on_the_fullest_gpu(cfg, family_of(config).spec(config), ranks)
     text = file.read_text(encoding="utf-8")
     said = SAID.search(text)
@@ -84,15 +93,6 @@ def test_memory_is_what_the_comment_says_and_fits(file: Path) -> None:
         assert not parts or int(parts) == ranks
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_have_the_parameters_of_the_model_cards(name: str) -> None:
-    from megaswift.bridge.plan import WeightPlan
-
-    config, parameters = SHAPES[name]
-    family = family_of(config)
-    assert WeightPlan(family, family.spec(config)).parameters == pytest.approx(parameters, rel=0.001)
-
-
 @CASES
 def test_it_is_submitted_as_its_comment_says(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -101,7 +101,7 @@ def test_it_is_submitted_as_its_comment_says(
     cfg, ranks = run_of(file)
     _, words = command(file, "submit")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(SHAPES[str(cfg.model.model)][0]))
+    (tmp_path / "model/config.json").write_text(json.dumps(config_of(cfg)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_test")
     name = words[words.index("--dataset") + 1]
@@ -122,7 +122,7 @@ def test_it_is_submitted_as_its_comment_says(
 def test_the_model_s_own_rules_hold(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layout, recomputation, experts, adapters, positions: what a run checks before it loads anything."""
     cfg, ranks = run_of(file)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES[str(cfg.model.model)][0]))
+    (tmp_path / "config.json").write_text(json.dumps(config_of(cfg)))
     monkeypatch.setattr(preflight, "missing_model_file_problems", lambda *_: [])  # there are no weights
     assert preflight.model_problems(cfg.replace(model=str(tmp_path)), ranks) == []
 

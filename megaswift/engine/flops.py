@@ -1,4 +1,4 @@
-"""The FLOP formula of throughput metrics, and the peak rates of devices.
+"""The FLOP formula of throughput metrics.
 
 FLOPs of a training step = 6 x N x tokens + 6 x attention layers x heads x head size x sum of (document length)^2 + 6 x
 linear layers x value heads x 3 dk dv x tokens, with N the parameters without the input embedding (of a mixture of
@@ -13,33 +13,12 @@ several models that train on the same tokens (a critic) has a rule of its own.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from megaswift.engine.protocol import Engine
 from megaswift.models.encoders import is_encoder
 from megaswift.models.spec import ModelSpec
-
-PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    (r"GB200", 2500.0),
-    (r"B200", 2250.0),
-    (r"H200", 989.4),
-    (r"H100.*PCIe", 756.0),
-    (r"H100 NVL", 835.0),
-    (r"GH200|H100|H800", 989.4),
-    (r"H20\b", 148.0),
-    (r"A100|A800", 312.0),
-    (r"L40S", 362.0),
-    (r"L40\b", 181.0),
-    (r"L4\b", 121.0),
-    (r"A10G", 70.0),
-    (r"A10\b", 125.0),
-    (r"RTX 4090", 165.2),
-    (r"RTX 3090", 71.0),
-    (r"MI300X", 1307.4),
-    (r"MI250", 383.0),
-)
-"""Dense bf16 TFLOP/s by the makers' data sheets; the first pattern that the device's name contains counts."""
+from megaswift.parallel.hardware import gpu_of_device
 
 
 @dataclass(frozen=True)
@@ -86,4 +65,5 @@ def peak_tflops(device_name: str, dtype: str) -> float | None:
     """
     if dtype not in ("bfloat16", "float16"):
         return None
-    return next((peak for pattern, peak in PEAK_TFLOPS if re.search(pattern, device_name)), None)
+    gpu = gpu_of_device(device_name)
+    return None if gpu is None else gpu.bf16_tflops

@@ -53,7 +53,7 @@ def activation_bytes(
     of_chunks = sorted((kept_by_chunk(setup, chunk) for chunk in chunks), key=lambda kept: -kept.total)
     everything = sum(of_chunks[i % len(of_chunks)].total for i in range(passes))
     layers = [layer for chunk in chunks for layer in chunk.layers]
-    working = max((_working(setup, layer) for layer in layers), default=0)
+    working = max((_working(setup, layer) for layer in setup.alike(layers)), default=0)
     head = last_stage_head(setup) if any(chunk.loss for chunk in chunks) else HeadBytes(0, 0)
     batches = BATCH * setup.tokens * microbatches
     # what the head, the final norm and layers that are not recomputed kept is freed when the first layers are computed
@@ -104,13 +104,12 @@ def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
     if m.recompute_granularity != "full":
         modules = recomputed_modules(setup)
         engine = 0 if setup.kernels.attention == TORCH else angles
-        return ChunkKept(
-            engine + mask_bytes(setup, layers), 0, sum(_all_kept(setup, layer, modules) for layer in layers), final
-        )
+        kept = sum(n * _all_kept(setup, layer, modules) for layer, n in setup.alike(layers).items())
+        return ChunkKept(engine + mask_bytes(setup, layers), 0, kept, final)
     every = m.recompute_num_layers or 1
     block = m.recompute_method == "block"
     inputs = min(every, len(layers)) if block else -(-len(layers) // every)
-    whole = sum(_all_kept(setup, layer) for layer in layers[every:]) if block else 0
+    whole = sum(n * _all_kept(setup, layer) for layer, n in setup.alike(layers[every:]).items()) if block else 0
     return ChunkKept(angles + mask_bytes(setup, layers) + inputs * layer_input_bytes(setup), whole, 0, final)
 
 
@@ -137,11 +136,17 @@ def last_stage_head(setup: MicrobatchSetup) -> HeadBytes:
 def _recomputed(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
     """By the layers, or their submodules, that are computed again at a time."""
     m = setup.options.model
+    alike = setup.alike(layers)
     if m.recompute_granularity == "full":
-        whole = sorted((_all_kept(setup, layer) for layer in layers), reverse=True)
-        return sum(whole[: 1 if m.recompute_method == "block" else m.recompute_num_layers or 1])
+        again = 1 if m.recompute_method == "block" else m.recompute_num_layers or 1
+        largest = sorted(((_all_kept(setup, layer), n) for layer, n in alike.items()), reverse=True)
+        total = 0
+        for kept, n in largest:
+            total += min(n, again) * kept
+            again -= min(n, again)
+        return total
     modules = recomputed_modules(setup)
-    return max((_all_kept(setup, i) - _all_kept(setup, i, modules) for i in layers), default=0) if modules else 0
+    return max((_all_kept(setup, i) - _all_kept(setup, i, modules) for i in alike), default=0) if modules else 0
 
 
 def _all_kept(setup: MicrobatchSetup, layer: int, modules: Sequence[str] = ()) -> int:

@@ -6,12 +6,12 @@ Owns what the parts add up to, which runs the formulas cover, and what of a devi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.memory.activation_bytes import ActivationBytes, activation_bytes
 from megaswift.memory.microbatch_setup import TORCH, ComputeKernels, MicrobatchSetup
-from megaswift.memory.rank_parameters import RankParameters, TrainedParts, rank_parameters
+from megaswift.memory.rank_parameters import ParametersByPlace, RankParameters, TrainedParts, parameters_by_place
 from megaswift.memory.state_bytes import HeldBytes, held_bytes
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.family import family_of
@@ -42,6 +42,34 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
+class TrainedModel:
+    """A model and what of it trains, on kernels of one kind, before a layout is chosen."""
+
+    model: ModelConfig
+    spec: ModelSpec
+    kernels: ComputeKernels
+    parts: TrainedParts
+    places: dict[tuple[object, ...], ParametersByPlace] = field(default_factory=dict)
+    """Counted parameters by what they depend on of a layout."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, lora: LoraConfig, spec: ModelSpec, kernels: ComputeKernels) -> TrainedModel:
+        """The model that these options train."""
+        return cls(model, spec, kernels, TrainedParts.of(model, lora, family_of(spec.hf_config), spec))
+
+    def on(self, layout: Layout, split: PipelineSplit) -> RunParameters:
+        """Its parameters on the ranks of a layout."""
+        torch_products = self.kernels.linear == TORCH
+        grouped = groups_experts(self.model, self.parts.dora, self.spec, layout.etp, self.kernels.width, torch_products)
+        key = (layout.tp, layout.ep, layout.etp, layout.pp > 1, grouped)
+        if key not in self.places:
+            self.places[key] = parameters_by_place(self.spec, self.parts, layout, grouped)
+        stages = model_chunks_by_stage(self.spec.num_layers, layout, split)
+        held = [[self.places[key].of_chunk(chunk) for chunk in chunks] for chunks in stages]
+        return RunParameters(self.spec, layout, self.kernels, self.parts, stages, held)
+
+
+@dataclass(frozen=True)
 class RunParameters:
     """A run's model on its ranks: what does not change with batch sizes, recomputation and optimizer options."""
 
@@ -52,23 +80,6 @@ class RunParameters:
     stages: list[list[ModelChunk]]
     of_stages: list[list[RankParameters]]
     """For each stage, the parameters that each of its chunks holds on a rank."""
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelConfig,
-        lora: LoraConfig,
-        spec: ModelSpec,
-        layout: Layout,
-        split: PipelineSplit,
-        kernels: ComputeKernels,
-    ) -> RunParameters:
-        """The parameters of a model that these options train."""
-        parts = TrainedParts.of(model, lora, family_of(spec.hf_config), spec)
-        stages = model_chunks_by_stage(spec.num_layers, layout, split)
-        grouped = groups_experts(model, parts.dora, spec, layout.etp, kernels.width, kernels.linear == TORCH)
-        held = [rank_parameters(spec, parts, layout, chunks, grouped) for chunks in stages]
-        return cls(spec, layout, kernels, parts, stages, held)
 
     def estimate(self, options: StepOptions) -> MemoryEstimate:
         """Under these options."""

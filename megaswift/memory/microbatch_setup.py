@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megaswift.memory.rank_parameters import TrainedParts
@@ -106,6 +107,13 @@ class MicrobatchSetup:
     def windowed(self, layer: int) -> bool:
         """Whether a layer's attention has the model's window."""
         return self.spec.layer_kinds[layer].mixer == WINDOW
+
+    def alike(self, layers: Iterable[int]) -> Counter[int]:
+        """Returns how many of these layers are made alike and adapted alike, under the first of each kind."""
+        found: dict[object, list[int]] = {}
+        for layer in layers:
+            found.setdefault((self.spec.layer_kinds[layer], self.parts.adapted_modules.get(layer)), []).append(layer)
+        return Counter({same[0]: len(same) for same in found.values()})
 
     def adapters(self, layer: int, module: str) -> Sequence[Projection]:
         """Projections with an adapter in a module of a layer, `self_attention.linear_qkv`; of experts those of the

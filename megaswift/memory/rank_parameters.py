@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.models.family import Family, family_of
@@ -34,6 +35,8 @@ from megaswift.parallel.pipeline_split import ModelChunk
 
 EMBEDDING = "embedding."
 """How the embedding's name begins in every weight table."""
+MTP = "mtp."
+"""How names of layers for multi-token prediction begin, which lie on the last stage."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,15 @@ class TrainedParts:
             model.train_type == "qlora",
         )
 
+    @cached_property
+    def adapted_modules(self) -> dict[int, tuple[tuple[str, int], ...]]:
+        """For each layer, (module, number of adapters) of its modules with adapters."""
+        found: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        for module, projections in self.adapters.items():
+            if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", module):
+                found[int(match[1])].append((match[2], len(projections)))
+        return {layer: tuple(sorted(modules)) for layer, modules in found.items()}
+
     def trains(self, names: Sequence[str]) -> bool:
         """Whether the parameter that is made of these Hugging Face tensors trains."""
         if self.full:
@@ -107,65 +119,76 @@ class TrainedParts:
         return bool(self.saved & set(names))
 
 
-def rank_parameters(
-    spec: ModelSpec,
-    parts: TrainedParts,
-    layout: Layout,
-    chunks: Sequence[ModelChunk],
-    grouped_experts: bool = False,
-) -> list[RankParameters]:
-    """Counts, for each model chunk, the parameters that the first rank of its stage holds: with Megatron's parallelism
-    no other rank of the stage holds more. `grouped_experts`: adapters of all experts are one parameter for each
-    projection."""
+@dataclass(frozen=True)
+class ParametersByPlace:
+    """What the first rank of each place of the model holds."""
+
+    embedding: RankParameters
+    layers: Mapping[int, RankParameters]
+    final: RankParameters
+    """The final norm and the head."""
+    shared: bool
+    """Whether the head is the embedding, which then lies on the first and the last stage."""
+
+    def of_chunk(self, chunk: ModelChunk) -> RankParameters:
+        """The parameters of a model chunk."""
+        held: RankParameters = Counter()
+        if chunk.embedding or (self.shared and chunk.loss):
+            held.update(self.embedding)
+        if chunk.loss:
+            held.update(self.final)
+        for layer in chunk.layers:
+            held.update(self.layers[layer])
+        return held
+
+
+def parameters_by_place(
+    spec: ModelSpec, parts: TrainedParts, layout: Layout, grouped_experts: bool
+) -> ParametersByPlace:
+    """Counts the parameters of embedding, layers and head on a rank. Depends on tp, ep, etp and on whether there is a
+    pipeline."""
     family = family_of(spec.hf_config)
     sizes = _ShardSizes(spec, layout)
-    held: list[RankParameters] = [Counter() for _ in chunks]
-    stacks: Counter[tuple[int, int | None, str, int]] = Counter()
-    """Elements by chunk, layer, base weight and number of the adapter's matrix."""
-    # Walk the weights that the first rank of each stage holds; experts of other ranks are skipped.
+    shared = layout.pp > 1 and spec.tied
+    places = ParametersByPlace(Counter(), {i: Counter() for i in range(spec.num_layers)}, Counter(), shared)
+    stacks: Counter[tuple[int | None, str, int]] = Counter()
+    """Elements by layer, base weight and number of the adapter's matrix."""
+    # Walk the weights that the first rank holds; experts of other ranks are skipped.
     for rule, layer, expert in family.places(spec):
         if rule.buffer or (expert is not None and expert >= spec.experts // layout.ep):
             continue
         names = [format_rule_name(name, layer, expert) for name in rule.hf]
         trains = parts.trains(names)
-        shared = layout.pp > 1 and spec.tied and rule.megatron.startswith(EMBEDDING)
         product = is_four_bit_weight(rule)
+        embeds = rule.megatron.startswith(EMBEDDING)
         parameter = RankParameter(
             sizes.weight(rule, expert),
             trains,
             expert is not None,
             parts.four_bits and product,
             product,
-            shared,
+            shared and embeds,
             restored=trains and not parts.full,
         )
-        # Add the weight to its chunk, and the adapters on it.
+        # Add the weight to its place, and the adapters on it.
         module = format_rule_name(rule.megatron, layer, expert).removesuffix(WEIGHT)
         adapted = parts.adapters.get(module, ()) if rule.megatron.endswith(WEIGHT) else ()
-        for i in _places(rule, layer, chunks, shared):
-            held[i][parameter] += 1
-            for number, elements in enumerate(sizes.adapters(rule, expert, adapted, parts)):
-                if grouped_experts and expert is not None:
-                    stacks[i, layer, rule.megatron, number] += elements
-                else:
-                    held[i][RankParameter(elements, expert=expert is not None, adapter=True)] += 1
+        held = places.final
+        if embeds:
+            held = places.embedding
+        elif layer is not None and not rule.megatron.startswith(MTP):
+            held = places.layers[layer]
+        held[parameter] += 1
+        for number, elements in enumerate(sizes.adapters(rule, expert, adapted, parts)):
+            if grouped_experts and expert is not None:
+                stacks[layer, rule.megatron, number] += elements
+            else:
+                held[RankParameter(elements, expert=expert is not None, adapter=True)] += 1
     # Adapters of grouped experts were summed over the experts, since they are one parameter.
-    for (i, *_), elements in stacks.items():
-        held[i][RankParameter(elements, expert=True, adapter=True)] += 1
-    return held
-
-
-def _places(rule: WeightRule, layer: int | None, chunks: Sequence[ModelChunk], shared: bool) -> Iterator[int]:
-    """Numbers of the chunks that hold a parameter."""
-    for i, chunk in enumerate(chunks):
-        if layer is not None:
-            inside = layer in chunk.layers
-        elif rule.megatron.startswith(EMBEDDING):
-            inside = chunk.embedding or (shared and chunk.loss)
-        else:
-            inside = chunk.loss
-        if inside:
-            yield i
+    for (layer, *_), elements in stacks.items():
+        assert layer is not None
+        places.layers[layer][RankParameter(elements, expert=True, adapter=True)] += 1
+    return places
 
 
 class _ShardSizes:

@@ -137,28 +137,32 @@ def _state_bytes_per_element(o: OptimConfig, dtype: str) -> tuple[int, int]:
 class _GradientBuffer:
     """Trained parameters of a chunk that have the same replicas."""
 
-    sizes: tuple[int, ...]
-    """Elements of each parameter."""
-    shared: tuple[int, ...]
-    """Elements of embeddings tied between pipeline stages, which lie apart."""
+    sizes: tuple[tuple[int, int], ...]
+    """(elements of a parameter, how many there are)."""
+    shared: tuple[tuple[int, int], ...]
+    """Those of embeddings tied between pipeline stages, which lie apart."""
     replicas: int
     restored: int
 
     @property
     def elements(self) -> int:
-        return sum(self.sizes) + sum(self.shared)
+        return sum(n * count for n, count in (*self.sizes, *self.shared))
 
     @property
     def largest(self) -> int:
-        return max((*self.sizes, *self.shared))
+        return max(n for n, _ in (*self.sizes, *self.shared))
 
     @property
     def padded(self) -> int:
         unit = math.lcm(self.replicas, BUCKET)
-        return sum(
-            math.ceil(sum(math.ceil(n / ALIGNED) * ALIGNED for n in part) / unit) * unit
-            for part in (self.sizes, *((n,) for n in self.shared))
+        own = sum(count * _rounded_up(n, ALIGNED) for n, count in self.sizes)
+        return _rounded_up(own, unit) + sum(
+            count * _rounded_up(_rounded_up(n, ALIGNED), unit) for n, count in self.shared
         )
+
+
+def _rounded_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
 
 
 def _gradient_buffers(layout: Layout, chunks: Sequence[RankParameters]) -> Iterator[_GradientBuffer]:
@@ -168,8 +172,8 @@ def _gradient_buffers(layout: Layout, chunks: Sequence[RankParameters]) -> Itera
             mine = [(p, n) for p, n in chunk.items() if p.trains and p.expert == expert]
             if mine:
                 yield _GradientBuffer(
-                    tuple(p.elements for p, n in mine if not p.shared for _ in range(n)),
-                    tuple(p.elements for p, n in mine if p.shared for _ in range(n)),
+                    tuple((p.elements, n) for p, n in mine if not p.shared),
+                    tuple((p.elements, n) for p, n in mine if p.shared),
                     replicas,
                     sum(n * p.elements for p, n in mine if p.restored),
                 )

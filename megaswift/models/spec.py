@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 VOCABULARY = "vocabulary"
@@ -318,7 +319,7 @@ class ModelSpec:
         """The height of a matrix that is a vector."""
         return 1
 
-    @property
+    @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Return what each layer is made of."""
         mixers = [FULL for _ in range(self.num_layers)]
@@ -329,7 +330,7 @@ class ModelSpec:
             mixers = [LINEAR if x else mixer for x, mixer in zip(self.features.linear_layers, mixers, strict=True)]
         return tuple(LayerKind(mixer, moe) for mixer, moe in zip(mixers, self.moe_layers, strict=True))
 
-    @property
+    @cached_property
     def moe_layers(self) -> tuple[bool, ...]:
         """For each layer whether it is a MoE layer."""
         return (

@@ -1,7 +1,7 @@
-"""Figures of communication: bytes moved by each operation, and the rates of links by device name.
+"""Figures of communication: bytes moved by each operation, and what links allow a group of ranks.
 
-Owns the formulas of nccl-tests (its PERFORMANCE.md), the table of NVLink and PCIe rates and what a link allows a group
-of ranks. Measuring is the engine's (`engine/diagnostics/communication_benchmark.py`).
+Owns the formulas of nccl-tests (its PERFORMANCE.md) and what a link allows a group of ranks; the rates of NVLink and
+PCIe are in `hardware.py`. Measuring is the engine's (`engine/diagnostics/communication_benchmark.py`).
 """
 
 from __future__ import annotations
@@ -10,39 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megaswift.parallel.hardware import gpu_of_device
 from megaswift.parallel.layout import Layout
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
-LINK_RATES = {
-    "H100 PCIe": 64.0,
-    "H800 PCIe": 64.0,
-    "A100-PCIE": 32.0,
-    "A100 80GB PCIe": 32.0,
-    "A800 80GB PCIe": 32.0,
-    "GB200": 900.0,
-    "GB300": 900.0,
-    "B300": 900.0,
-    "B200": 900.0,
-    "GH200": 450.0,
-    "H200": 450.0,
-    "H100 NVL": 300.0,
-    "H100": 450.0,
-    "H800": 200.0,
-    "H20": 450.0,
-    "A100": 300.0,
-    "A800": 200.0,
-    "V100-SXM2": 150.0,
-    "V100-SXM3": 150.0,
-    "L40": 32.0,
-    "L20": 32.0,
-    "L4": 32.0,
-    "RTX 3090": 32.0,
-    "RTX 4090": 32.0,
-    "RTX 5090": 64.0,
-}
-"""GB/s in one direction between two GPUs of a node, from the data sheets (which add both directions): NVLink where the
-device has it, else PCIe with 16 lanes. The first name that the device's name contains counts. The NVLink bridge of PCIe
-cards joins pairs only, so their PCIe rate stands here."""
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -60,7 +31,8 @@ def rounded_size(size: int, ranks: int, element: int) -> int:
 
 def link_rate_of_device(name: str) -> float | None:
     """GB/s of one direction between GPUs of a node; None where the device is not in the table."""
-    return next((rate for known, rate in LINK_RATES.items() if known in name), None)
+    gpu = gpu_of_device(name)
+    return None if gpu is None else gpu.link_gbs
 
 
 def infiniband_rate(folder: Path = INFINIBAND) -> float | None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megaswift.bridge.plan import EntriesOfSameHfTensors, PlanEntry
 from megaswift.families import ModelSpec, family_of
+from megaswift.models.published.table import QWEN3_30B_A3B
 from megaswift.models.weights.rules import Shard, SliceMap, TensorParallelShard
-from tests.families.published import QWEN3_30B_A3B
 
 E, H, F = 3, 4, 6
 """Experts, hidden size, inner width."""

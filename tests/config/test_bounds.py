@@ -19,7 +19,7 @@ from megaswift.deploy import COMMAND as DEPLOY
 from megaswift.errors import ConfigError, WeightsError
 from megaswift.families import load_spec
 from megaswift.models.family import read_config_json
-from tests.families.published import LLAMA_3_1_8B
+from megaswift.models.published.table import LLAMA_3_1_8B
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import pytest
 
 from megaswift.families import ModelSpec, family_of
 from megaswift.families.mistral4 import YARN
-from tests.families.published_deepseek import (
+from megaswift.models.published.deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
     DEEPSEEK_V3,

@@ -16,9 +16,7 @@ import torch
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES
-from megaswift.models.spec import RopeSpec
-from tests.families.published import PUBLISHED
-from tests.families.published_dense import (
+from megaswift.models.published.dense import (
     AFM_4_5B,
     DEVSTRAL_2_123B,
     ERNIE_4_5_0_3B,
@@ -37,6 +35,8 @@ from tests.families.published_dense import (
     SEED_OSS_36B,
     SMOLLM3_3B,
 )
+from megaswift.models.published.table import PUBLISHED
+from megaswift.models.spec import RopeSpec
 from tests.families.specs import refusals, spec
 from tests.parity import deepseek_moe
 

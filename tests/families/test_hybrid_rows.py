@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megaswift.bridge.plan import WeightPlan
 from megaswift.bridge.weight_source import open_weights
 from megaswift.families import family_of
+from megaswift.models.published.hybrid import QWEN3_6_27B, QWEN3_6_35B_A3B, QWEN3_NEXT_80B_A3B, ROPE
 from megaswift.models.spec import FULL, LINEAR
-from tests.families.published_hybrid import QWEN3_6_27B, QWEN3_6_35B_A3B, QWEN3_NEXT_80B_A3B, ROPE
 from tests.families.specs import refusals, spec
 
 TINY = {

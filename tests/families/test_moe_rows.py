@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaswift.errors import WeightsError
-from tests.families.published_moe import (
+from megaswift.models.published.moe import (
     ERNIE_4_5_21B_A3B,
     GPT_OSS_20B,
     HUNYUAN_A13B,

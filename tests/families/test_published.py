@@ -15,7 +15,14 @@ import torch
 
 from megaswift.bridge.plan import WeightPlan
 from megaswift.families import FAMILIES, ModelSpec, family_of
-from tests.families.published import LLAMA_3_1_8B, MISTRAL_7B, MIXTRAL_8X7B, PUBLISHED, QWEN2_5_7B, QWEN3_30B_A3B
+from megaswift.models.published.table import (
+    LLAMA_3_1_8B,
+    MISTRAL_7B,
+    MIXTRAL_8X7B,
+    PUBLISHED,
+    QWEN2_5_7B,
+    QWEN3_30B_A3B,
+)
 from tests.parity import deepseek_moe
 
 

@@ -21,8 +21,8 @@ from megaswift.bridge.plan import WeightPlan
 from megaswift.errors import UserError, WeightsError
 from megaswift.families import family_of, load_spec
 from megaswift.models.family import unreadable_value_problems
+from megaswift.models.published.hybrid import QWEN3_6_27B
 from megaswift.models.weights.rules import TensorParallelShard
-from tests.families.published_hybrid import QWEN3_6_27B
 from tests.vision_language_folders import config_of, write_vision_language
 
 FORMS = {"dense": ("qwen3_5", False), "split": ("qwen3_5_moe", False), "stacked": ("qwen3_5_moe", True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
-from megaswift.memory.estimate import MemoryEstimate, RunParameters
+from megaswift.memory.estimate import MemoryEstimate, RunParameters, TrainedModel
 from megaswift.memory.microbatch_setup import ComputeKernels
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.models.spec import ModelSpec
@@ -18,7 +18,7 @@ def parts_of(cfg: SwiftConfig, spec: ModelSpec) -> TrainedParts:
 
 
 def parameters_of(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, kernels: ComputeKernels) -> RunParameters:
-    return RunParameters.of(cfg.model, cfg.lora, spec, layout, PipelineSplit.from_config(cfg.parallel), kernels)
+    return TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, PipelineSplit.from_config(cfg.parallel))
 
 
 def estimate_of(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, kernels: ComputeKernels) -> MemoryEstimate:

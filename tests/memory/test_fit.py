@@ -14,33 +14,16 @@ from megaswift.families import family_of
 from megaswift.memory.estimate import uncovered_features, usable_bytes
 from megaswift.memory.fit import FitChoice, NoFit
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
+from megaswift.models.published.dense import GEMMA_2_2B
+from megaswift.models.published.sizes import MODELS
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.run.checks.fit import choose_settings_for_run, fit_text
-from tests.families.published_dense import GEMMA_2_2B
 from tests.memory.counted_ranks import MOE
 from tests.memory.of_config import parameters_of
 
 GIB, GB = 2**30, 10**9
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
-"""The published dimensions of Qwen/Qwen3-8B."""
+QWEN3_8B = MODELS["qwen3-8b"][0]
 PARAMETERS = 8_190_735_360
 """By the model card 8.2 B; counted by hand: 2 x 151,936 x 4,096 for embedding and head, 36 layers of 4,096 x (4,096 +
 2 x 1,024) + 4,096 x 4,096 + 3 x 4,096 x 12,288 + 2 x 4,096 + 2 x 128, and the last norm."""

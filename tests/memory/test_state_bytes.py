@@ -11,7 +11,7 @@ import pytest
 
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
-from megaswift.memory.rank_parameters import rank_parameters
+from megaswift.memory.rank_parameters import parameters_by_place
 from megaswift.memory.state_bytes import HeldBytes, held_bytes
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
@@ -46,8 +46,9 @@ def computed(run: CountedRun) -> list[HeldBytes]:
         parameters, offload = torch_parameters(spec, parts), "offload" in cfg.engine.fsdp
         return [torch_engine_bytes(cfg.engine.engine, cfg.optim, dtype, run.world, parameters, offload)]
     stages = model_chunks_by_stage(spec.num_layers, layout, PipelineSplit.from_config(cfg.parallel))
+    places = parameters_by_place(spec, parts, layout, False)
     return [
-        held_bytes(step_options(cfg, layout.dp), dtype, layout, rank_parameters(spec, parts, layout, chunks))
+        held_bytes(step_options(cfg, layout.dp), dtype, layout, [places.of_chunk(chunk) for chunk in chunks])
         for chunks in stages
     ]
 
@@ -173,8 +174,9 @@ def test_remainders_and_the_host_optimizer() -> None:
     def per_element(**options: Any) -> float:
         cfg = SwiftConfig(task="sft", **options)
         parts = parts_of(cfg, spec)
-        (chunks,) = model_chunks_by_stage(4, LAYOUT)
-        held = held_bytes(step_options(cfg, 1), "bfloat16", LAYOUT, rank_parameters(spec, parts, LAYOUT, chunks))
+        [[chunk]] = model_chunks_by_stage(4, LAYOUT)
+        parameters = parameters_by_place(spec, parts, LAYOUT, False).of_chunk(chunk)
+        held = held_bytes(step_options(cfg, 1), "bfloat16", LAYOUT, [parameters])
         return held.device / (held.weights / 2)
 
     assert per_element() == 18
@@ -192,8 +194,8 @@ def test_adapters_of_grouped_experts_are_one_parameter_for_each_projection() -> 
     spec = family_of(MOE).spec(MOE)
     cfg = SwiftConfig(task="sft", train_type="lora", lora_rank=8, optimizer_cpu_offload=True)
     parts = parts_of(cfg, spec)
-    (chunks,) = model_chunks_by_stage(4, LAYOUT)
-    [grouped], [single] = (rank_parameters(spec, parts, LAYOUT, chunks, on) for on in (True, False))
+    [[chunk]] = model_chunks_by_stage(4, LAYOUT)
+    grouped, single = (parameters_by_place(spec, parts, LAYOUT, on).of_chunk(chunk) for on in (True, False))
     adapters = [{p: n for p, n in each.items() if p.adapter and p.expert} for each in (grouped, single)]
     assert [sum(each.values()) for each in adapters] == [4 * 3 * 2, 4 * 3 * 2 * 4]
     elements = [sum(n * p.elements for p, n in each.items()) for each in adapters]

@@ -11,8 +11,8 @@ from megaswift.compat.names.architecture import ARCHITECTURE
 from megaswift.config import load_config
 from megaswift.families import family_of
 from megaswift.models.megatron_options import VALUES, megatron_architecture_problems
-from tests.families.published import PUBLISHED, QWEN3_0_6B
-from tests.families.published_moe import QWEN1_5_MOE_A2_7B
+from megaswift.models.published.moe import QWEN1_5_MOE_A2_7B
+from megaswift.models.published.table import PUBLISHED, QWEN3_0_6B
 
 QWEN3, QWEN_MOE = (family_of(c).spec(c) for c in (QWEN3_0_6B, QWEN1_5_MOE_A2_7B))
 DENSE = (

@@ -6,11 +6,11 @@ import json
 from dataclasses import replace
 
 from megaswift.families import family_of
+from megaswift.models.published.moe import GPT_OSS_20B
+from megaswift.models.published.table import LLAMA_3_1_8B
 from megaswift.models.spec import FULL, LINEAR, WINDOW, LayerKind, ModelSpec
 from megaswift.models.weights.rules import ReplicatedRule
 from megaswift.models.weights.table import expand_weight_table
-from tests.families.published import LLAMA_3_1_8B
-from tests.families.published_moe import GPT_OSS_20B
 
 
 def test_kinds_of_layers() -> None:

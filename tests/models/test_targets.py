@@ -8,10 +8,10 @@ import pytest
 
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
+from megaswift.models.published.hybrid import QWEN3_6_27B, QWEN3_NEXT_80B_A3B
+from megaswift.models.published.moe import GPT_OSS_20B, HY3
+from megaswift.models.published.table import QWEN3_0_6B, QWEN3_30B_A3B
 from megaswift.models.targets import modules_to_save_tensor_names, partial_expert_problems, select_projections
-from tests.families.published import QWEN3_0_6B, QWEN3_30B_A3B
-from tests.families.published_hybrid import QWEN3_6_27B, QWEN3_NEXT_80B_A3B
-from tests.families.published_moe import GPT_OSS_20B, HY3
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from megaswift.base.byte_size import byte_size_or_none, bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
-from megaswift.memory.estimate import MemoryEstimate, RunParameters, uncovered_features, usable_bytes
+from megaswift.memory.estimate import MemoryEstimate, RunParameters, TrainedModel, uncovered_features, usable_bytes
 from megaswift.memory.fit import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
@@ -79,7 +79,7 @@ def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> F
 
     kernels = native_kernels(cfg, spec, layout)
     split = PipelineSplit.from_config(cfg.parallel)
-    parameters = RunParameters.of(cfg.model, cfg.lora, spec, layout, split, kernels)
+    parameters = TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, split)
 
     return choose_settings_for_run(cfg, parameters, usable_bytes(memory, kernels.cuda))
 

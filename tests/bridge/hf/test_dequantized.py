@@ -22,9 +22,9 @@ from megaswift.bridge.hf.source import HfSource
 from megaswift.bridge.plan import EntriesOfSameHfTensors
 from megaswift.errors import WeightsError
 from megaswift.families import family_of, load_spec
+from megaswift.models.published.table import QWEN3_30B_A3B
 from tests.bridge.folders import make, plan_of, rewrite, set_config, tensors_of
 from tests.bridge.quantize import folder_of, fp8, fp8_config, gpt_oss, quantize_fp8, quantize_mxfp4
-from tests.families.published import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.wide
 

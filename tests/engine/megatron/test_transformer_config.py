@@ -9,9 +9,9 @@ import pytest
 from megaswift.config import SwiftConfig
 from megaswift.errors import WeightsError
 from megaswift.families import family_of
+from megaswift.models.published.table import QWEN3_0_6B
 from megaswift.parallel.layout import Layout
 from tests.engine.megatron.config_of import transformer_config_of
-from tests.families.published import QWEN3_0_6B
 
 
 def test_an_unknown_activation_is_an_error_that_lists_the_known_ones() -> None:

@@ -10,9 +10,9 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.engine.options.cuda_graphs import cuda_graph_model_problems
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
-from tests.families.published import QWEN3_0_6B
-from tests.families.published_deepseek import DEEPSEEK_V3
-from tests.families.published_moe import QWEN1_5_MOE_A2_7B
+from megaswift.models.published.deepseek import DEEPSEEK_V3
+from megaswift.models.published.moe import QWEN1_5_MOE_A2_7B
+from megaswift.models.published.table import QWEN3_0_6B
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from megaswift.engine.options.extra_kwargs import (
 )
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
+from megaswift.models.published.moe import QWEN1_5_MOE_A2_7B
+from megaswift.models.published.table import QWEN3_0_6B
 from megaswift.run.summary import extra_kwargs_text
-from tests.families.published import QWEN3_0_6B
-from tests.families.published_moe import QWEN1_5_MOE_A2_7B
 
 SPEC = family_of(QWEN3_0_6B).spec(QWEN3_0_6B)
 

@@ -17,8 +17,8 @@ from megaswift.errors import WeightsError
 from megaswift.families import FAMILIES, family_of, load_spec
 from megaswift.models.fields.rows import ConfigReading
 from megaswift.models.heads import with_head, with_scalar_head
-from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE
-from tests.families.published import (
+from megaswift.models.published.dense import GEMMA_3_1B, PHI_4
+from megaswift.models.published.table import (
     LLAMA_2_7B,
     LLAMA_3_1_8B,
     MISTRAL_7B,
@@ -28,7 +28,7 @@ from tests.families.published import (
     QWEN3_0_6B,
     QWEN3_30B_A3B,
 )
-from tests.families.published_dense import GEMMA_3_1B, PHI_4
+from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE
 from tests.families.specs import refusals, spec
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

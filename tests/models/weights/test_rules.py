@@ -11,6 +11,7 @@ import pytest
 
 from megaswift.errors import LayoutError
 from megaswift.families import FAMILIES, ModelSpec, family_of
+from megaswift.models.published.table import LLAMA_3_1_8B, PUBLISHED
 from megaswift.models.weights.gated_delta import JOINED_INPUT, SPLIT_INPUT, gated_delta_net
 from megaswift.models.weights.rules import (
     FusedGatedQKVRule,
@@ -24,7 +25,6 @@ from megaswift.models.weights.rules import (
     VocabParallelRule,
     shard_dim,
 )
-from tests.families.published import LLAMA_3_1_8B, PUBLISHED
 
 
 def small() -> ModelSpec:

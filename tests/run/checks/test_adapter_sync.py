@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from megaswift.errors import UserError
 from megaswift.families import load_spec
+from megaswift.models.published.moe import GPT_OSS_20B, OLMOE_1B_7B
 from megaswift.models.spec import ModelSpec
 from megaswift.run.checks import adapter_sync as weight_sync
 from megaswift.run.checks.adapter_sync import (
@@ -21,7 +22,6 @@ from megaswift.run.checks.adapter_sync import (
     syncs_adapters_only,
 )
 from megaswift.run.checks.preflight import preflight
-from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B
 from tests.test_cli import model_folder
 from tests.trainers.rl.makers import config
 

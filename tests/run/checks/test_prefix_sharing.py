@@ -16,6 +16,7 @@ from megaswift.engine.torch.document_attention import attends_per_document, set_
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.models.any_model import spec_from_size_fields
+from megaswift.models.published.moe import OLMOE_1B_7B
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.run.checks.prefix_sharing import (
@@ -26,7 +27,6 @@ from megaswift.run.checks.prefix_sharing import (
     shares_prefixes,
 )
 from megaswift.run.checks.preflight import preflight
-from tests.families.published_moe import OLMOE_1B_7B
 from tests.test_cli import model_folder
 from tests.trainers.rl.makers import config, source
 

@@ -15,9 +15,9 @@ import pytest
 from megaswift.commands.training import further_problems_of_refused_config
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import CheckpointError, ConfigError, UserError
+from megaswift.models.published.dense import PHI_4
+from megaswift.models.published.moe import QWEN1_5_MOE_A2_7B
 from megaswift.run.checks.preflight import preflight
-from tests.families.published_dense import PHI_4
-from tests.families.published_moe import QWEN1_5_MOE_A2_7B
 from tests.trainers.inputs import write_model
 
 

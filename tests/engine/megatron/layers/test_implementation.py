@@ -23,9 +23,9 @@ from megaswift.engine.megatron.layers.implementation import (
 from megaswift.engine.options.te import VERSIONS
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
+from megaswift.models.published.moe import GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
+from megaswift.models.published.table import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
 from megaswift.parallel.layout import Layout
-from tests.families.published import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
-from tests.families.published_moe import GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
 from tests.parity.models import config
 from tests.sources import ROOT
 

@@ -14,9 +14,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies
 from megaswift.errors import WeightsError
 from megaswift.families import family_of
+from megaswift.models.published.dense import PHI_4
+from megaswift.models.published.table import LLAMA_2_7B
 from megaswift.models.spec import ModelSpec
-from tests.families.published import LLAMA_2_7B
-from tests.families.published_dense import PHI_4
 
 LLAMA = {**LLAMA_2_7B, "max_position_embeddings": 64}
 PHI = {**PHI_4, "max_position_embeddings": 128, "original_max_position_embeddings": 64}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.families.published_deepseek import DESCENDANTS
-from tests.families.published_dense import DENSE
-from tests.families.published_hybrid import HYBRID
-from tests.families.published_moe import MIXTURES
+from megaswift.models.published.deepseek import DESCENDANTS
+from megaswift.models.published.dense import DENSE
+from megaswift.models.published.hybrid import HYBRID
+from megaswift.models.published.moe import MIXTURES
 
 LLAMA_3_1_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

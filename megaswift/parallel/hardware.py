@@ -1,0 +1,165 @@
+"""The table of GPUs: rates of products, memory and links by the makers' data sheets.
+
+Owns the figures and their sources. The metrics take the rate of products from it, `megaswift bench comm` the links,
+`megaswift plan` everything; a file of the user's overrides rows or adds some.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint
+
+PCIE_4 = 32.0
+PCIE_5 = 64.0
+"""GB/s in one direction of 16 lanes."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Rates are dense and in one direction; the data sheets give links in both, and Blackwell's products with
+    sparsity."""
+
+    name: str
+    pattern: str
+    """What a device of this kind has in its name."""
+    bf16_tflops: float | None
+    link_gbs: float | None
+    """GB/s to another GPU of the node: NVLink, else PCIe with 16 lanes. The NVLink bridge of PCIe cards joins pairs
+    only, so their PCIe rate stands here."""
+    fp8_tflops: float | None = None
+    memory_gib: float | None = None
+    """As torch reports it, which is a little less than the data sheet's GB."""
+    hbm_gbs: float | None = None
+    network_gbs: float | None = None
+    """GB/s of the GPU's share of the network between nodes in the maker's own machine."""
+    domain: int | None = None
+    """GPUs that NVLink joins, where these are more than a node's."""
+    products_share: float = 0.70
+    """Share of `bf16_tflops` that large products reach. This share and the next three are assumptions of
+    `megaswift plan`."""
+    attention_share: float = 0.50
+    hbm_share: float = 0.80
+    link_share: float = 0.80
+    source: str = ""
+
+    @property
+    def plannable(self) -> bool:
+        """Whether all figures that a plan needs are there."""
+        return None not in (self.bf16_tflops, self.link_gbs, self.memory_gib, self.hbm_gbs, self.network_gbs)
+
+
+DGX_A100 = "NVIDIA A100 data sheet; DGX A100: one 200 Gb/s port for each GPU"
+HOPPER = "NVIDIA data sheet; DGX H100 and H200: one 400 Gb/s port for each GPU"
+EXPORT = "as published by resellers, not by NVIDIA; network as in DGX H100"
+BLACKWELL = "NVIDIA data sheet, halved where it states sparsity; network of the DGX of this GPU"
+GPUS: tuple[Gpu, ...] = (
+    Gpu("gb300", r"GB300", 2500.0, 900.0, 5000.0, 276.0, 8000.0, 100.0, domain=72, source=BLACKWELL),
+    Gpu("gb200", r"GB200", 2500.0, 900.0, 5000.0, 184.0, 8000.0, 50.0, domain=72, source=BLACKWELL),
+    Gpu("b300", r"B300", 2250.0, 900.0, 4500.0, 267.0, 8000.0, 100.0, source=BLACKWELL),
+    Gpu("b200", r"B200", 2250.0, 900.0, 4500.0, 178.0, 7700.0, 50.0, source=BLACKWELL),
+    Gpu("gh200", r"GH200", 989.4, 450.0, 1978.9),
+    Gpu("h200", r"H200", 989.4, 450.0, 1978.9, 139.0, 4800.0, 50.0, source=HOPPER),
+    Gpu("h100-pcie", r"H100.*PCIe", 756.0, PCIE_5, 1513.0),
+    Gpu("h100-nvl", r"H100 NVL", 835.0, 300.0, 1671.0),
+    Gpu("h100", r"H100", 989.4, 450.0, 1978.9, 79.0, 3350.0, 50.0, source=HOPPER),
+    Gpu("h800-pcie", r"H800.*PCIe", 756.0, PCIE_5, 1513.0),
+    Gpu("h800", r"H800", 989.4, 200.0, 1978.9, 79.0, 3350.0, 50.0, source=EXPORT),
+    Gpu("h20", r"H20\b", 148.0, 450.0, 296.0, 95.0, 4000.0, 50.0, source=EXPORT),
+    Gpu("a100-pcie", r"A100.*PCI[Ee]", 312.0, PCIE_4),
+    Gpu("a800-pcie", r"A800.*PCI[Ee]", 312.0, PCIE_4),
+    Gpu("a100", r"A100", 312.0, 300.0, None, 79.0, 2039.0, 25.0, source=DGX_A100),
+    Gpu("a800", r"A800", 312.0, 200.0, None, 79.0, 2039.0, 25.0, source="as A100, with NVLink of 400 GB/s"),
+    Gpu("l40s", r"L40S", 362.0, PCIE_4, 733.0),
+    Gpu("l40", r"L40\b", 181.0, PCIE_4, 362.0),
+    Gpu("l4", r"L4\b", 121.0, PCIE_4, 242.0),
+    Gpu("a10g", r"A10G", 70.0, PCIE_4),
+    Gpu("a10", r"A10\b", 125.0, PCIE_4),
+    Gpu(
+        "rtx4090",
+        r"RTX 4090",
+        165.2,
+        PCIE_4,
+        330.3,
+        23.5,
+        1008.0,
+        1.5,
+        source="NVIDIA Ada whitepaper; network: 100 Gb/s that eight cards share",
+    ),
+    Gpu("rtx3090", r"RTX 3090", 71.0, PCIE_4),
+    Gpu("rtx5090", r"RTX 5090", None, PCIE_5),
+    Gpu("l20", r"L20\b", None, PCIE_4),
+    Gpu("v100", r"V100-SXM[23]", None, 150.0),
+    Gpu("mi300x", r"MI300X", 1307.4, None),
+    Gpu("mi250", r"MI250", 383.0, None),
+)
+"""The first row whose pattern a device's name contains counts. The four shares are assumptions, the same for all."""
+
+
+def gpu_of_device(name: str) -> Gpu | None:
+    """Returns the row of a device by the name that its driver reports."""
+    return next((gpu for gpu in GPUS if re.search(gpu.pattern, name)), None)
+
+
+def planned_gpu(name: str, hardware: Path | None = None) -> Gpu:
+    """Returns the row of that name, with a file's changes.
+
+    Args:
+        hardware: A YAML file: name -> figures that differ, or all figures of a GPU of the user's own.
+
+    Raises:
+        ConfigError: No such row, or it lacks figures that a plan needs.
+    """
+    rows = {gpu.name: gpu for gpu in GPUS}
+    if hardware is not None:
+        rows |= {gpu.name: gpu for gpu in _changed_rows(hardware, rows)}
+    known = [row for row in rows if rows[row].plannable]
+    short = re.sub(r"[\s_]", "", name.lower().removeprefix("nvidia"))
+    gpu = rows.get(short) or gpu_of_device(name)
+    if gpu is None or not gpu.plannable:
+        rule = (
+            "is not in the table of GPUs" if gpu is None else "has no figures of products, memory or links in the table"
+        )
+        fix = f"{did_you_mean_hint(short, known) or 'one of ' + ', '.join(known)}, or add it in a file: --hardware FILE"
+        raise ConfigError(Problem(f"--gpu {name}", rule, fix))
+    return gpu
+
+
+def _changed_rows(file: Path, rows: Mapping[str, Gpu]) -> Iterator[Gpu]:
+    import yaml
+
+    what = f"--hardware {file}"
+    try:
+        read = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(Problem(what, rule, "megaswift plan --show_hardware prints such a file")) from None
+    names = {f.name for f in fields(Gpu)} - {"name"}
+    if not isinstance(read, dict) or not all(isinstance(row, dict) for row in read.values()):
+        raise ConfigError(Problem(what, "is no mapping of names to figures", "h100: {network_gbs: 25}"))
+    for name, row in read.items():
+        base = rows.get(name) or Gpu(name, re.escape(name), None, None)
+        for key, value in row.items():
+            text = key in ("pattern", "source")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            if key not in names or not (number or value is None or (text and isinstance(value, str))):
+                rule = "is no field of a GPU" if key not in names else "is no positive number"
+                raise ConfigError(
+                    Problem(f"{what}: {name}: {key}: {value}", rule, f"fields: {', '.join(sorted(names))}")
+                )
+        yield replace(base, **row)
+
+
+def hardware_yaml() -> str:
+    """Returns the rows that a plan can use as a file for `--hardware`."""
+    import yaml
+
+    rows: dict[str, Any] = {}
+    for gpu in GPUS:
+        if gpu.plannable:
+            rows[gpu.name] = {k: v for k, v in asdict(gpu).items() if k != "name" and v is not None}
+    return yaml.safe_dump(rows, sort_keys=False, width=120)
