@@ -17,12 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megaswift.engine.megatron.layers.implementation import te_unsupported_attention_features  # noqa: E402
 from megaswift.families import FAMILIES, Family, family_of  # noqa: E402
 from megaswift.models.fields.rows import RequiredValue  # noqa: E402
 from megaswift.models.options.linear import BLOCKS, BlockAxis  # noqa: E402
 from megaswift.models.published.table import PUBLISHED  # noqa: E402
 from megaswift.models.spec import ModelSpec  # noqa: E402
+from megaswift.parallel.te_attention import te_unsupported_attention_features  # noqa: E402
 from tests.parity import models, test_families  # noqa: E402
 
 BEGIN = "<!-- support table: scripts/support_table.py writes this -->"

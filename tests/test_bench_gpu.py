@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from megaswift.bridge.plan import WeightPlan
-from megaswift.engine.flops import StepFlopFormula
 from megaswift.families import family_of
 from megaswift.memory.estimate import uncovered_features, usable_bytes
-from megaswift.memory.fit import FitChoice
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
+from megaswift.models.flops import StepFlopFormula
 from megaswift.parallel.layout import Layout
+from megaswift.planner.settings import FitChoice
 from megaswift.run.checks.fit import choose_settings_for_run
 from tests.memory.of_config import parameters_of
 from tests.sources import ROOT

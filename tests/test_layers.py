@@ -33,6 +33,7 @@ LAYERS = {
     "families": 2,
     "folders": 2,
     "memory": 3,
+    "planner": 3,
     "launchers": 2,
     "compat": 1,
     "clusters": 2,
@@ -78,6 +79,7 @@ NO_TORCH = (
     "compat",
     "clusters",
     "memory",
+    "planner",
     "diagnosis",
 )
 AGENT = (

@@ -34,8 +34,8 @@ ELSEWHERE = {
         "megaswift data cache DATASET --model DIR --output_dir FOLDER; megaswift data show DATASET --model DIR",
     ),
     **dict.fromkeys(
-        ("plan", "estimate", "memory", "fit"),
-        "--fit true --device_memory 80GiB of megaswift sft and pt, which estimates the memory before it trains",
+        ("estimate", "memory", "fit"),
+        "megaswift plan MODEL --gpus 8 --gpu h100, or --fit true of megaswift sft and pt",
     ),
     "push": "megaswift export --model DIR --push_to_hub true --hub_model_id ID",
     "quantize": "megaswift export --model DIR --quantization_bit 4",

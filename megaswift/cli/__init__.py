@@ -187,6 +187,12 @@ def _submit(argv: list[str]) -> int:
     return submit(argv)
 
 
+def _plan(argv: list[str]) -> int:
+    from megaswift.commands.plan import main as plan
+
+    return plan(argv)
+
+
 def _jobs(argv: list[str]) -> int:
     from megaswift.commands.jobs import main as jobs
 
@@ -235,6 +241,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "eval": ("scores on tasks of lm-evaluation-harness and files of questions", _eval),
     "sample": ("completions scored with rewards; the best as a data set", _sample),
     "migrate": ("translate scripts and files of other toolkits to YAML files", _migrate),
+    "plan": ("layouts that fit on GPUs, with memory and time; needs none", _plan),
     "submit": ("submit a run as a job of a cluster", _submit),
     "jobs": ("status, output and end of submitted jobs", _jobs),
     "bench": ("measure communication for each group of a parallel layout", _bench),
@@ -250,6 +257,7 @@ PLAIN_COMMANDS = (
     "report",
     "board",
     "migrate",
+    "plan",
     "submit",
     "jobs",
     "bench",

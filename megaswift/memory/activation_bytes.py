@@ -150,7 +150,15 @@ def _recomputed(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
 
 
 def _all_kept(setup: MicrobatchSetup, layer: int, modules: Sequence[str] = ()) -> int:
-    return sum(kept_by_layer(setup, layer, modules).values())
+    """Kept from one call to the next: layouts that differ in other axes ask for the same."""
+    layout = setup.layout
+    sizes = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
+    options = setup.options
+    key = (sizes, options.rows, options.max_length, options.lora_dropout, setup.kernels, layer, tuple(modules))
+    known = setup.parts.kept_by_layer
+    if key not in known:
+        known[key] = sum(kept_by_layer(setup, layer, modules).values())
+    return known[key]
 
 
 def _working(setup: MicrobatchSetup, layer: int) -> int:

@@ -5,8 +5,9 @@ Owns what the parts add up to, which runs the formulas cover, and what of a devi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.memory.activation_bytes import ActivationBytes, activation_bytes
@@ -65,8 +66,7 @@ class TrainedModel:
         if key not in self.places:
             self.places[key] = parameters_by_place(self.spec, self.parts, layout, grouped)
         stages = model_chunks_by_stage(self.spec.num_layers, layout, split)
-        held = [[self.places[key].of_chunk(chunk) for chunk in chunks] for chunks in stages]
-        return RunParameters(self.spec, layout, self.kernels, self.parts, stages, held)
+        return RunParameters(self.spec, layout, self.kernels, self.parts, stages, self.places[key])
 
 
 @dataclass(frozen=True)
@@ -78,23 +78,54 @@ class RunParameters:
     kernels: ComputeKernels
     parts: TrainedParts
     stages: list[list[ModelChunk]]
-    of_stages: list[list[RankParameters]]
-    """For each stage, the parameters that each of its chunks holds on a rank."""
+    places: ParametersByPlace
+    _of_stage: dict[int, list[RankParameters]] = field(default_factory=dict, repr=False, compare=False)
+    _held: dict[object, HeldBytes] = field(default_factory=dict, repr=False, compare=False)
+    _activations: dict[object, ActivationBytes] = field(default_factory=dict, repr=False, compare=False)
+    """What was computed before, by what it depends on: a search asks for many combinations."""
+
+    @cached_property
+    def stages_by_kind(self) -> dict[int, int]:
+        """The first stage of each kind -> how many stages are made like it. It has the most passes in flight of
+        them."""
+        kinds: dict[object, list[int]] = {}
+        for stage, chunks in enumerate(self.stages):
+            alike = [tuple(self.parts.alike(chunk.layers, self.spec).items()) for chunk in chunks]
+            ends = [(chunk.embedding, chunk.loss) for chunk in chunks]
+            kinds.setdefault((tuple(alike), tuple(ends)), []).append(stage)
+        return {same[0]: len(same) for same in kinds.values()}
+
+    def of_stage(self, stage: int) -> list[RankParameters]:
+        """Returns the parameters that each chunk of a stage holds on a rank."""
+        if stage not in self._of_stage:
+            self._of_stage[stage] = [self.places.of_chunk(chunk) for chunk in self.stages[stage]]
+        return self._of_stage[stage]
 
     def estimate(self, options: StepOptions) -> MemoryEstimate:
-        """Under these options."""
-        setup = MicrobatchSetup(options, self.spec, self.layout, self.kernels, self.parts)
-        return max(
-            (
-                MemoryEstimate(
-                    stage,
-                    held_bytes(options, self.kernels.dtype, self.layout, parameters),
-                    activation_bytes(setup, stage, chunks, options.passes),
-                )
-                for stage, (chunks, parameters) in enumerate(zip(self.stages, self.of_stages, strict=True))
-            ),
-            key=lambda estimate: estimate.total,
-        )
+        """Under these options, of which those of the model differ from the run's in recomputation only."""
+        estimates = (MemoryEstimate(i, self._held_by(i, options), self._kept_by(i, options)) for i in self._fullest)
+        return max(estimates, key=lambda estimate: estimate.total)
+
+    @property
+    def _fullest(self) -> Collection[int]:
+        """Stages of which one needs most: patterns of names may tell stages apart that are made alike."""
+        return self.stages_by_kind if self.parts.alike_by_kind else range(len(self.stages))
+
+    def _held_by(self, stage: int, options: StepOptions) -> HeldBytes:
+        key = (stage, options.optim, options.distributed_optimizer)
+        if key not in self._held:
+            self._held[key] = held_bytes(options, self.kernels.dtype, self.layout, self.of_stage(stage))
+        return self._held[key]
+
+    def _kept_by(self, stage: int, options: StepOptions) -> ActivationBytes:
+        sizes = (options.rows, options.passes, options.max_length, options.lora_dropout)
+        m = options.model
+        recompute = (m.recompute_granularity, m.recompute_modules, m.recompute_method, m.recompute_num_layers)
+        key = (stage, *recompute, *sizes, options.optim.main_grads_dtype)
+        if key not in self._activations:
+            setup = MicrobatchSetup(options, self.spec, self.layout, self.kernels, self.parts)
+            self._activations[key] = activation_bytes(setup, stage, self.stages[stage], options.passes)
+        return self._activations[key]
 
 
 def usable_bytes(device_memory: int, cuda: bool) -> int:

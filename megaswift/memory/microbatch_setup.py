@@ -110,10 +110,7 @@ class MicrobatchSetup:
 
     def alike(self, layers: Iterable[int]) -> Counter[int]:
         """Returns how many of these layers are made alike and adapted alike, under the first of each kind."""
-        found: dict[object, list[int]] = {}
-        for layer in layers:
-            found.setdefault((self.spec.layer_kinds[layer], self.parts.adapted_modules.get(layer)), []).append(layer)
-        return Counter({same[0]: len(same) for same in found.values()})
+        return self.parts.alike(layers, self.spec)
 
     def adapters(self, layer: int, module: str) -> Sequence[Projection]:
         """Projections with an adapter in a module of a layer, `self_attention.linear_qkv`; of experts those of the

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -108,6 +108,30 @@ class TrainedParts:
                 found[int(match[1])].append((match[2], len(projections)))
         return {layer: tuple(sorted(modules)) for layer, modules in found.items()}
 
+    @property
+    def alike_by_kind(self) -> bool:
+        """Whether layers of a kind with the same adapters, and their experts, train alike."""
+        return not self.frozen and not any(re.search(r"\.\d+\.", name) for name in self.saved)
+
+    @cached_property
+    def kept_by_layer(self) -> dict[object, int]:
+        """Bytes of activations that layers keep, as far as they have been computed (`activation_bytes.py`)."""
+        return {}
+
+    @cached_property
+    def _counted_alike(self) -> dict[tuple[int, ...], Counter[int]]:
+        return {}
+
+    def alike(self, layers: Iterable[int], spec: ModelSpec) -> Counter[int]:
+        """Returns how many of these layers are made alike and adapted alike, under the first of each kind."""
+        key = tuple(layers)
+        if key not in self._counted_alike:
+            found: dict[object, list[int]] = {}
+            for layer in key:
+                found.setdefault((spec.layer_kinds[layer], self.adapted_modules.get(layer)), []).append(layer)
+            self._counted_alike[key] = Counter({same[0]: len(same) for same in found.values()})
+        return self._counted_alike[key]
+
     def trains(self, names: Sequence[str]) -> bool:
         """Whether the parameter that is made of these Hugging Face tensors trains."""
         if self.full:
@@ -153,9 +177,18 @@ def parameters_by_place(
     places = ParametersByPlace(Counter(), {i: Counter() for i in range(spec.num_layers)}, Counter(), shared)
     stacks: Counter[tuple[int | None, str, int]] = Counter()
     """Elements by layer, base weight and number of the adapter's matrix."""
+    own = spec.experts // layout.ep
+    # Where patterns tell neither layers nor experts apart, one of each kind is counted for all.
+    alike = {layer: layer for layer in range(spec.num_layers)}
+    if uniform := parts.alike_by_kind:
+        first: dict[object, int] = {}
+        alike = {i: first.setdefault((spec.layer_kinds[i], parts.adapted_modules.get(i)), i) for i in alike}
+    counted = set(alike.values())
+    experts = 1 if uniform else own
     # Walk the weights that the first rank holds; experts of other ranks are skipped.
     for rule, layer, expert in family.places(spec):
-        if rule.buffer or (expert is not None and expert >= spec.experts // layout.ep):
+        in_layer = layer is not None and not rule.megatron.startswith(MTP)
+        if rule.buffer or (in_layer and layer not in counted) or (expert is not None and expert >= experts):
             continue
         names = [format_rule_name(name, layer, expert) for name in rule.hf]
         trains = parts.trains(names)
@@ -176,19 +209,21 @@ def parameters_by_place(
         held = places.final
         if embeds:
             held = places.embedding
-        elif layer is not None and not rule.megatron.startswith(MTP):
+        elif in_layer and layer is not None:
             held = places.layers[layer]
-        held[parameter] += 1
+        times = own if uniform and expert is not None else 1
+        held[parameter] += times
         for number, elements in enumerate(sizes.adapters(rule, expert, adapted, parts)):
             if grouped_experts and expert is not None:
-                stacks[layer, rule.megatron, number] += elements
+                stacks[layer, rule.megatron, number] += elements * times
             else:
-                held[RankParameter(elements, expert=expert is not None, adapter=True)] += 1
+                held[RankParameter(elements, expert=expert is not None, adapter=True)] += times
     # Adapters of grouped experts were summed over the experts, since they are one parameter.
     for (layer, *_), elements in stacks.items():
         assert layer is not None
         places.layers[layer][RankParameter(elements, expert=True, adapter=True)] += 1
-    return places
+    layers = {layer: places.layers[alike[layer]] for layer in places.layers}
+    return ParametersByPlace(places.embedding, layers, places.final, shared)
 
 
 class _ShardSizes:

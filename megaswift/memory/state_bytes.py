@@ -80,7 +80,7 @@ def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequenc
     """
     o = options.optim
     width = 2 if dtype in HALF else 4
-    main, moments = _state_bytes_per_element(o, dtype)
+    main, moments = state_bytes_per_element(o, dtype)
     gradient_width = 2 if o.main_grads_dtype == "bf16" else 4
     sharded = uses_distributed_optimizer(options.distributed_optimizer, o.optimizer)
     fraction = o.optimizer_offload_fraction if o.optimizer_cpu_offload else 0.0
@@ -118,7 +118,7 @@ def _fp8_copies(model: ModelConfig, chunks: Sequence[RankParameters]) -> int:
     return 2 * elements + (elements // 16 if model.fp8_recipe == "mxfp8" else 0)
 
 
-def _state_bytes_per_element(o: OptimConfig, dtype: str) -> tuple[int, int]:
+def state_bytes_per_element(o: OptimConfig, dtype: str) -> tuple[int, int]:
     """(of main weights, of moments)."""
     aware = o.precision_aware_optimizer and not o.optimizer_cpu_offload
     remainders = aware and o.store_param_remainders and dtype == "bfloat16"

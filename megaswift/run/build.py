@@ -21,7 +21,7 @@ from megaswift.bridge.adapters.options.checks import has_other_initial_weights
 from megaswift.bridge.hf.base_model import write_changed_model_folder
 from megaswift.config import SwiftConfig
 from megaswift.data.batches.loader import EvaluationSource
-from megaswift.engine.flops import StepFlopFormula, peak_tflops, step_flop_formula
+from megaswift.engine.flops import peak_tflops, step_flop_formula
 from megaswift.engine.options.engine_checks import NATIVE
 from megaswift.engine.options.optimizer_checks import can_shard_optimizer
 from megaswift.engine.protocol import Engine, EngineSizeReport
@@ -31,6 +31,7 @@ from megaswift.folders.source import locate_model
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.losses.options.preference import loss_types_of, needs_reference
 from megaswift.models.family import read_config_json
+from megaswift.models.flops import StepFlopFormula
 from megaswift.models.spec import ModelSpec
 from megaswift.options.tasks import CLASSIFIERS, PPO, RL
 from megaswift.parallel.checks import legal_layout

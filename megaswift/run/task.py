@@ -14,10 +14,10 @@ from typing import Any
 from megaswift.config import SwiftConfig
 from megaswift.data.batches.loader import EvaluationSource
 from megaswift.data.vision.processor import Processor
-from megaswift.engine.flops import StepFlopFormula
 from megaswift.engine.protocol import Engine
 from megaswift.evaluation.training import TrainingTasks
 from megaswift.losses.contract import Loss
+from megaswift.models.flops import StepFlopFormula
 from megaswift.run.plan import RunPlan
 from megaswift.run.summary import SummaryFacts
 from megaswift.trainers.hook import BatchStream, Hook, Prepare, Rate, StepExtras, unchanged

@@ -12,9 +12,10 @@ import torch
 from gpu_benchmark.cases import BenchmarkCase, config_of, document_lengths, row_length
 from gpu_benchmark.transformers_loop import TransformersLoop, uncompilable_reason
 from megaswift.config import SwiftConfig
-from megaswift.engine.flops import StepFlopFormula, step_flop_formula
+from megaswift.engine.flops import step_flop_formula
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
+from megaswift.models.flops import StepFlopFormula
 
 LR = 1e-5
 LORA_RANK = 16

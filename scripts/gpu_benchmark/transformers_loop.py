@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gpu_benchmark.cases import BenchmarkCase
-from megaswift.engine.flops import StepFlopFormula
 from megaswift.losses.contract import Batch
+from megaswift.models.flops import StepFlopFormula
 
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Parameters of transformers' experts, which are no linear layers: PEFT adapts them by name, gate and up as one with

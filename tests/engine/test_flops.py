@@ -7,8 +7,9 @@ import json
 import pytest
 
 from megaswift.config import load_config
-from megaswift.engine.flops import StepFlopFormula, mixer_flop_sizes, peak_tflops
+from megaswift.engine.flops import peak_tflops
 from megaswift.families import family_of
+from megaswift.models.flops import StepFlopFormula, mixer_flop_sizes
 from megaswift.models.spec import ModelSpec
 from megaswift.run.build import forward_pass_count_before_step
 from tests.parity.models import config

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from megaswift.engine.megatron.layers.implementation import te_unsupported_attention_features
 from megaswift.families import FAMILIES, family_of
+from megaswift.parallel.te_attention import te_unsupported_attention_features
 from tests.parity import cover_te
 from tests.parity.cases import Case, parse
 from tests.parity.check import check

@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megaswift.engine.megatron.cpu.patches import install_cuda_graph_patches
-from megaswift.engine.megatron.layers.implementation import megatron_version_at_least
 from megaswift.models.options.model import ModelConfig
+from megaswift.parallel.te_attention import megatron_version_at_least
 
 _MANAGER = "cudagraph_manager"
 

@@ -27,7 +27,6 @@ from megaswift.engine.megatron.layers.head import VocabularyHeadOptions
 from megaswift.engine.megatron.layers.implementation import (
     TRANSFORMER_ENGINE,
     LayerImplementationChoice,
-    megatron_version_at_least,
 )
 from megaswift.engine.megatron.layers.rope import inverse_frequencies
 from megaswift.engine.megatron.settings import EngineSettings
@@ -50,6 +49,7 @@ from megaswift.models.options.model import ModelConfig, selective_recompute_modu
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.options.layout import ParallelConfig
+from megaswift.parallel.te_attention import megatron_version_at_least
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ACTIVATIONS = {

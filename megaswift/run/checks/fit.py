@@ -10,15 +10,20 @@ from megaswift.base.byte_size import byte_size_or_none, bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
 from megaswift.memory.estimate import MemoryEstimate, RunParameters, TrainedModel, uncovered_features, usable_bytes
-from megaswift.memory.fit import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
 from megaswift.options.values import option_value_text
+from megaswift.parallel.hardware import gpu_of_device, planned_gpu
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
+from megaswift.planner.machine import Machine
+from megaswift.planner.settings import ALL, FitChoice, NoFit, Settings, choose_settings_that_fit
+from megaswift.planner.step_time import TimeModel
 from megaswift.trainers.options.batch_sizes import batch_plan
 
 FIT = "--fit true"
+DEFAULT_MACHINE = Machine(planned_gpu("h100"), 8)
+"""For the order of the choice where a device is in no table."""
 
 
 def fit_problems(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> list[Problem]:
@@ -81,20 +86,32 @@ def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> F
     split = PipelineSplit.from_config(cfg.parallel)
     parameters = TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, split)
 
-    return choose_settings_for_run(cfg, parameters, usable_bytes(memory, kernels.cuda))
+    return choose_settings_for_run(cfg, parameters, usable_bytes(memory, kernels.cuda), _machine(kernels.cuda))
 
 
-def choose_settings_for_run(cfg: SwiftConfig, parameters: RunParameters, usable: int) -> FitChoice | NoFit:
+def _machine(cuda: bool) -> Machine:
+    """The first GPU's: all ranks choose alike where they have the same."""
+    import torch
+
+    gpu = gpu_of_device(torch.cuda.get_device_name(0)) if cuda else None
+    return DEFAULT_MACHINE if gpu is None or not gpu.plannable else Machine(gpu, DEFAULT_MACHINE.gpus_per_node)
+
+
+def choose_settings_for_run(
+    cfg: SwiftConfig, parameters: RunParameters, usable: int, machine: Machine = DEFAULT_MACHINE
+) -> FitChoice | NoFit:
     """Choose among the options that the user has not set; an explicit `none` is the user's choice too. Accumulation
     follows from a global batch that is set."""
+    now = step_options(cfg, parameters.layout.dp)
+    return choose_settings_that_fit(parameters, usable, now, settings_left_open(cfg), TimeModel(machine))
+
+
+def settings_left_open(cfg: SwiftConfig) -> set[str]:
+    """Return the settings that the user has left to a choice."""
     left_open = {n for n in ALL if n not in cfg.given and not (n in cfg.typed and cfg.value(n) is None)}
     if cfg.train.global_batch_size is not None:
         left_open.add("gradient_accumulation_steps")
-
-    def options_with(settings: Settings) -> StepOptions:
-        return step_options(cfg.replace(**settings) if settings else cfg, parameters.layout.dp)
-
-    return choose_settings_that_fit(parameters, usable, options_with, left_open)
+    return left_open
 
 
 def step_options(cfg: SwiftConfig, dp: int) -> StepOptions:
@@ -122,7 +139,8 @@ def fit_text(chosen: FitChoice, memory: int, cuda: bool) -> str:
     lines = [f"{estimate_text(chosen.after)}; {room}"]
     if chosen.settings:
         before = bytes_text(chosen.before.total)
-        lines.append(f"chosen: {settings_text(chosen.settings)}, because the options as given would need {before}")
+        need = f"because the options as given would need {before}"
+        lines.append(f"chosen: {settings_text(chosen.settings)}, {need}; {cost_text(chosen)}")
     else:
         lines.append("the options as given fit: nothing was changed")
     if chosen.settings.get("main_grads_dtype") == "bf16":
@@ -130,6 +148,14 @@ def fit_text(chosen: FitChoice, memory: int, cuda: bool) -> str:
     if chosen.after.held.host:
         lines.append(f"host memory: {bytes_text(chosen.after.held.host)} a rank")
     return "\n".join(lines)
+
+
+def cost_text(chosen: FitChoice) -> str:
+    """Write what the choice costs of a step, by roofline."""
+    change = chosen.seconds / chosen.seconds_before - 1
+    if abs(change) < 0.005:
+        return "by roofline a step takes as long"
+    return f"by roofline a step takes {abs(change):.0%} {'longer' if change > 0 else 'less'}"
 
 
 def estimate_text(estimate: MemoryEstimate) -> str:

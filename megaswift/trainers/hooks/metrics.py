@@ -21,9 +21,9 @@ import torch
 
 from megaswift import distributed
 from megaswift.base.atomic_writes import write_atomically
-from megaswift.engine.flops import StepFlopFormula
 from megaswift.engine.protocol import StartedCount
 from megaswift.errors import storage_error
+from megaswift.models.flops import StepFlopFormula
 from megaswift.trainers.hook import Every, Hook, Run, StepInterval, StepRecord, steps_of
 
 

@@ -38,8 +38,7 @@ SWIFT_NAMES = Path(__file__).with_name("swift_names.json")
     [
         ("prepare_datasets", "megaswift data cache"),
         ("prepare_datasets.py", "megaswift data cache"),
-        ("plan", "--fit true --device_memory 80GiB"),
-        ("estimate", "--fit true --device_memory 80GiB"),
+        ("estimate", "megaswift plan MODEL --gpus 8 --gpu h100"),
         ("merge_lora", "megaswift export --merge_lora true"),
         ("webui", "megaswift board OUT"),
         ("web_ui", "megaswift board OUT"),
@@ -259,7 +258,7 @@ def test_commands_of_other_toolkits(word: str, answer: str) -> None:
 def test_what_takes_the_place_of_a_command_exists(words: str) -> None:
     for command in re.findall(r"megaswift ([a-z]+)", words):
         assert command in COMMANDS
-    assert not unknown_options([words], [*NAMES, "help", "merge_lora", "result_path"])
+    assert not unknown_options([words], [*NAMES, "help", "merge_lora", "result_path", "gpus", "gpu"])
 
 
 @pytest.mark.parametrize("value", ["fp8", "float8"])

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.plan import WeightPlan
-from megaswift.engine.flops import StepFlopFormula
 from megaswift.engine.megatron.lora.adapters import adapter_plan_from_lora_config
 from megaswift.engine.megatron.sizes import active_adapter_parameter_count, flop_parameter_count
 from megaswift.engine.torch.engine import flop_parameter_counts
 from megaswift.families import family_of
+from megaswift.models.flops import StepFlopFormula
 
 BASE = dict(
     vocab_size=96,

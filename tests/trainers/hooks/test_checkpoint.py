@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megaswift.engine.flops import StepFlopFormula
 from megaswift.errors import CheckpointError
 from megaswift.folders.saved_steps import manifest_seal
+from megaswift.models.flops import StepFlopFormula
 from megaswift.trainers import checkpoints
 from megaswift.trainers.checkpoints import CheckpointStore
 from megaswift.trainers.hook import Hook, Run

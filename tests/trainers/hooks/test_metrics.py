@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megaswift import distributed
-from megaswift.engine.flops import StepFlopFormula
 from megaswift.engine.protocol import GlobalBatchCounts, StartedCount, StepResult
 from megaswift.losses.contract import Batch
+from megaswift.models.flops import StepFlopFormula
 from megaswift.trainers.hook import Hook, StepRecord
 from megaswift.trainers.hooks.metrics import (
     JsonLinesHook,

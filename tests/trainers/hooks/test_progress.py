@@ -15,8 +15,8 @@ from typing import Any, TextIO
 import pytest
 
 from megaswift import log
-from megaswift.engine.flops import StepFlopFormula
 from megaswift.log import LogFile
+from megaswift.models.flops import StepFlopFormula
 from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula
 from megaswift.trainers.hooks.progress import Progress, duration_text, print_line, progress_figures
 from megaswift.trainers.loop import train

@@ -21,7 +21,7 @@ import pytest
 
 from megaswift import distributed, error_exit
 from megaswift.config import load_config
-from megaswift.engine.flops import StepFlopFormula
+from megaswift.models.flops import StepFlopFormula
 from megaswift.run.course import end_trackers
 from megaswift.trainers.hook import Hook
 from megaswift.trainers.hooks import trackers

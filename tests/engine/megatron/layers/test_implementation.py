@@ -17,7 +17,6 @@ from megaswift.engine.megatron.layers.implementation import (
     fp8_blockwise_sp_hidden_size_problems,
     fp8_compute_capability_problems,
     fp8_width_problems,
-    te_unsupported_attention_features,
     transformer_engine_unusable_reason,
 )
 from megaswift.engine.options.te import VERSIONS
@@ -26,6 +25,7 @@ from megaswift.families import family_of
 from megaswift.models.published.moe import GPT_OSS_20B, OLMOE_1B_7B, QWEN1_5_MOE_A2_7B
 from megaswift.models.published.table import MISTRAL_7B, PUBLISHED, QWEN3_0_6B
 from megaswift.parallel.layout import Layout
+from megaswift.parallel.te_attention import te_unsupported_attention_features
 from tests.parity.models import config
 from tests.sources import ROOT
 
@@ -135,7 +135,7 @@ def test_gathered_blocks() -> None:
 
 @pytest.mark.parametrize(("version", "own"), [("0.16.1", True), ("0.19.2", False)])
 def test_packed_latent_attention(version: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.__version__", version)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
     assert bool(te_unsupported_attention_features(DEEPSEEK, None, True)) == own
     assert te_unsupported_attention_features(QWEN3, None, True) == []
 
