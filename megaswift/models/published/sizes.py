@@ -18,7 +18,7 @@ LLAMA_3_1 = PUBLISHED["llama-3.1-8b"][0]
 LLAMA_3_2 = PUBLISHED["llama-3.2-1b"][0]
 MIXTRAL = PUBLISHED["mixtral-8x7b"][0]
 VARIANT = re.compile(r"-(instruct|base|chat|it|hf|thinking|v\d(\.\d)?|\d{4})$")
-"""The end of a name behind which the sizes are the same: `Qwen3-235B-A22B-Instruct-2507`."""
+"""The end of a name behind which the sizes are the same."""
 
 
 def _shape(base: dict[str, Any], hidden: int, mlp: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:

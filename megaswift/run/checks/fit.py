@@ -1,6 +1,6 @@
 """`--fit true`: the settings of a run that fit its devices, chosen before the engine is built.
 
-Owns the device's memory and the texts; the choice itself is `memory/fit.py`. torch is imported only to
+Owns the device's memory and the texts; the choice itself is `planner/settings.py`. torch is imported only to
 look at a device.
 """
 
