@@ -178,14 +178,16 @@ class _Pass:
         self.fields = fields
         self.names = names
         self.documents = list(documents_of(fields))
+        self.longest = max((end - start for _, start, end in self.documents), default=0)
+        while self.longest in _head_counts(model):
+            self.longest += 1  # of padding, so that heads and tokens are told apart by their number
         self.routers: list[tuple[Tensor, Tensor]] = []
 
     def run(self, count: float, filled: int) -> None:
         """Record both passes; gradients are left in the parameters."""
         if not self.documents:
             return
-        longest = max(end - start for _, start, end in self.documents)
-        ids = torch.zeros(len(self.documents), longest, dtype=torch.long)
+        ids = torch.zeros(len(self.documents), self.longest, dtype=torch.long)
         for i, (row, start, end) in enumerate(self.documents):
             ids[i, : end - start] = self.fields["input_ids"][row, start:end]
         with ExitStack() as hooks:
@@ -198,7 +200,7 @@ class _Pass:
     def _objective(self, logits: Tensor, count: float) -> Tensor:
         """This micro-batch's share of the mean cross-entropy over all labels."""
         smoothing = self.owner.recipe.label_smoothing
-        labels, weights = (self._ofdocuments_of(self.fields[name]) for name in ("labels", "loss_weights"))
+        labels, weights = (self._of_documents(self.fields[name]) for name in ("labels", "loss_weights"))
         wide = logits.float()
         picked = weights != 0
         log_p = F.log_softmax(wide[picked], -1)
@@ -322,12 +324,11 @@ class _Pass:
         """A value [documents, n, ...] and its gradient."""
         if name not in self.names:
             return
-        longest = max(end - start for _, start, end in self.documents)
-        heads_first = value.dim() == 4 and value.shape[1] != longest == value.shape[2]
+        heads_first = value.dim() == 4 and value.shape[1] != self.longest == value.shape[2]
 
         def arranged(x: Tensor) -> Tensor:
             x = x.transpose(1, 2) if heads_first else x
-            return x.reshape(len(self.documents), longest, -1)
+            return x.reshape(len(self.documents), self.longest, -1)
 
         self._keep(OUTPUT, name, arranged(value.detach()))
         if value.requires_grad:
@@ -341,10 +342,9 @@ class _Pass:
             whole[start:end, row] = value[i, : end - start]
         self.step.activations[kind, name, self.number] = whole.flatten(0, 1)
 
-    def _ofdocuments_of(self, field: Tensor) -> Tensor:
+    def _of_documents(self, field: Tensor) -> Tensor:
         """A field [b, s] as [documents, n], 0 past the ends."""
-        longest = max(end - start for _, start, end in self.documents)
-        out = field.new_zeros(len(self.documents), longest)
+        out = field.new_zeros(len(self.documents), self.longest)
         for i, (row, start, end) in enumerate(self.documents):
             out[i, : end - start] = field[row, start:end]
         return out
@@ -358,6 +358,10 @@ class _Pass:
 def rows_of(fields: Mapping[str, Tensor]) -> Rows:
     """How the tokens of a micro-batch lie."""
     return Rows(fields["valid"], fields.get("cu_seqlens"))
+
+
+def _head_counts(model: Any) -> list[int]:
+    return [getattr(model.config, name, 0) for name in ("num_attention_heads", "num_key_value_heads")]
 
 
 def documents_of(fields: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]:
