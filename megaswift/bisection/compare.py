@@ -141,10 +141,15 @@ def compare(
             scale = _rms(part)
             floor = torch.finfo(tensor.dtype).eps * scale
             verdict = Verdict(
-                trace_of_rank.rank, place, entry.kind, entry.name, entry.microbatch, _rms(own.double() - part.double())
+                trace_of_rank.rank,
+                place,
+                entry.kind,
+                entry.name,
+                entry.microbatch,
+                difference=_rms(own.double() - part.double()) if own.shape == part.shape else math.inf,
+                expected=floor,
+                order=_order(entry, place, order),
             )
-            verdict.order = _order(entry, place, order)
-            verdict.expected = floor
             held.append(_Held(verdict, entry, tensor, part, scale))
     around = base if center is None else center
     if center is not None:
@@ -203,7 +208,8 @@ def _parts(
     rows: Mapping[Microbatch, Mapping[str, Tensor]],
     place: Coordinates,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(the rank's elements that count, the reference's) of a recorded tensor; None without a counterpart."""
+    """(the rank's elements that count, the reference's) of a recorded tensor; None without a counterpart, of different
+    shapes where the rank has other tokens than any share of the rows."""
     if entry.kind in OF_PARAMETERS:
         known = step.parameters.get(entry.kind)
         part = None if known is None else placement.cut_parameter(known, entry, tensor.numel(), place)
@@ -216,6 +222,8 @@ def _parts(
         return None, None
     if entry.kind == LOSS:
         return tensor.reshape(-1), whole
+    if placement.tokens(len(tensor), rows_of(rows[number]), place) is None:
+        return tensor, whole  # a number of tokens that no share of the rows has
     found = placement.cut_activation(whole, tensor, entry, rows_of(rows[number]), place)
     if found is None:
         return None, None

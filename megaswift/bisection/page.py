@@ -7,7 +7,7 @@ from html import escape
 
 from megaswift.bisection.compare import Comparison, Verdict
 from megaswift.bisection.report import NAMED, axes_text, layer_ranges, suspect, verdict_text
-from megaswift.bisection.trace_folder import BACKWARD, KINDS
+from megaswift.bisection.trace_folder import BACKWARD, GATHERED, KINDS, WEIGHT
 from megaswift.parallel.layout import Layout
 
 GROUP, NARROWEST, GAP, LEFT, TOP = 108, 34, 4, 150, 52
@@ -22,6 +22,7 @@ td.n{text-align:right;font-variant-numeric:tabular-nums} .bad td{background:#fde
 @media(prefers-color-scheme:dark){body{color:#e6e9ed;background:#16191d}th,td{border-color:#363c44}
 .bad td{background:#4a1f1c}}
 """
+SHORT = {BACKWARD: "output gradient", WEIGHT: "main weight", GATHERED: "model's weight"}
 NO_TENSOR = "#8884"
 
 
@@ -85,7 +86,7 @@ def picture(found: Comparison, layout: Layout) -> str:
     for x, (kind, stage) in enumerate(columns):
         left = LEFT + x * (cell + GAP)
         if x == 0 or columns[x - 1][0] != kind:
-            words = NAMED[kind].replace("gradient of the output", "output gradient").split(" after")[0]
+            words = SHORT.get(kind, NAMED[kind])
             out.append(f'<text x="{left}" y="18">{escape(words)}</text>')
         out.append(f'<text x="{left}" y="40">pp {stage}</text>')
     for y, row in enumerate(rows):

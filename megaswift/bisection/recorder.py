@@ -20,6 +20,7 @@ from megaswift.bisection.trace_folder import (
     BACKWARD,
     CLIPPED,
     FIELDS,
+    GATHERED,
     GRADIENT,
     INPUT,
     LOSS,
@@ -31,7 +32,7 @@ from megaswift.bisection.trace_folder import (
 from megaswift.engine.megatron.checkpoint.optimizer_states import main_weights
 from megaswift.engine.megatron.engine import MegatronEngine
 from megaswift.engine.megatron.layers.post_norm import ScaledPostNormProjection
-from megaswift.engine.megatron.model import SwiftGPT
+from megaswift.engine.megatron.model import SwiftGPT, finish_weight_gathers
 from megaswift.engine.megatron.optim.optimizer import optimizer_parts
 from megaswift.engine.megatron.weights import canonical_parameter_name
 from megaswift.losses.contract import Batch, Loss
@@ -85,7 +86,7 @@ class StepRecorder:
         gated = getattr(engine.config, "attention_output_gate", False)
         for local, module in chunk.named_modules():
             name = canonical_parameter_name(f"{local}.", chunk, engine.spec, engine.context)[:-1]
-            short = name.removeprefix("decoder.")
+            short = _short(name)
             has_weight = f"{name}.weight" in weights and not UNCOUNTED.search(name)
             mixture = MIXTURE.fullmatch(short) and hasattr(module, "router")
             core = name.endswith(CORE) and not gated
@@ -161,6 +162,11 @@ class StepRecorder:
             if main.grad is not None:
                 self.trace.add(Entry(CLIPPED, name, None, start), main.grad.reshape(-1).float())
             self.trace.add(Entry(WEIGHT, name, None, start), main.reshape(-1).float())
+        finish_weight_gathers(engine.chunks)
+        for placed in engine.weights.placed:
+            weight = placed.held
+            assert isinstance(weight, Tensor), "quantized weights do not train"
+            self.trace.add(Entry(GATHERED, _short(placed.entry.megatron)), weight.reshape(-1))
 
     @contextmanager
     def _reduced_gradients(self) -> Iterator[None]:
@@ -193,7 +199,12 @@ class StepRecorder:
         names = {id(p.held): p.entry.megatron for p in self.engine.weights.placed}
         for weight, start, main in main_weights(self.engine.optimizer):
             if id(weight) in names:
-                yield names[id(weight)].removeprefix("decoder."), weight, start, main
+                yield _short(names[id(weight)]), weight, start, main
+
+
+def _short(name: str) -> str:
+    """A canonical name as traces have it."""
+    return name.removeprefix("decoder.")
 
 
 def _does_more_than_hugging_faces(module: nn.Module) -> bool:

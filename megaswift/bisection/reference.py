@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megaswift.bisection.placement import Rows, plan_entry
-from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT, WEIGHT
+from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GATHERED, GRADIENT, LOSS, OUTPUT, WEIGHT
 from megaswift.bridge.plan import WeightPlan
 
 ATTENTION = "megaswift_bisect"
@@ -149,6 +149,7 @@ class HuggingFaceStep:
             else:  # AdamW from zero moments: both are corrected to the gradient and its square
                 updated[name] = weights[name] * (1 - recipe.lr * decay) - recipe.lr * g / (g.abs() + recipe.eps)
         step.parameters[WEIGHT] = updated
+        step.parameters[GATHERED] = updated
 
     def modules(self, model: nn.Module, name: str) -> list[nn.Module]:
         """The Hugging Face modules whose outputs, joined by columns, are the output of Megatron's module `name`; empty
@@ -249,6 +250,9 @@ class _Pass:
                 path = self._mixture(name)
                 if path is not None:
                     hooks.callback(path.register_forward_hook(partial(self._on_output, name)).remove)
+            elif last == "router":
+                for module in self._routers(name):
+                    hooks.callback(module.register_forward_hook(partial(self._on_router, name)).remove)
             else:
                 found = self.owner.modules(self.model, name)
                 parts: list[Tensor] = []
@@ -259,11 +263,21 @@ class _Pass:
             hooks.enter_context(_attention_calls(self._on_attention))
 
     def _mixture(self, name: str) -> nn.Module | None:
-        """The Hugging Face block that holds the router of an MLP with experts."""
-        entry = plan_entry(self.owner.plan, f"{name}.router.weight")
-        if entry is None:
-            return None
-        return _submodule(self.model, entry.hf[0].removesuffix(".weight").rpartition(".")[0])
+        """The Hugging Face block of experts of a layer."""
+        layer = self.model.get_decoder().layers[int(name.split(".")[1])]
+        return getattr(layer, "mlp", None)
+
+    def _routers(self, name: str) -> list[nn.Module]:
+        """Modules of which one may be the router, whose output is (logits, weights, experts): the one with its weight,
+        or the one around it."""
+        found = self.owner.modules(self.model, name)
+        entry = plan_entry(self.owner.plan, f"{name}.weight")
+        around = None if entry is None else _submodule(self.model, entry.hf[0].rsplit(".", 2)[0])
+        mixture = self._mixture(name.removesuffix(".router"))
+        found += [
+            m for m in (around, getattr(mixture, "gate", None), getattr(mixture, "router", None)) if m is not None
+        ]
+        return list(dict.fromkeys(found))
 
     def _on_output(self, name: str, _module: nn.Module, _args: Any, out: Any) -> None:
         self._record(name, out[0] if isinstance(out, tuple) else out)
@@ -271,32 +285,32 @@ class _Pass:
     def _on_input(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._record(name, args[0] if args else kwargs["hidden_states"])
 
-    def _on_part(self, name: str, parts: list[Tensor], count: int, _module: nn.Module, _args: Any, out: Any) -> None:
-        """One of the modules whose joined outputs are Megatron's; of a router the dense weights of its experts."""
-        if name.endswith(".router"):
-            if not isinstance(out, tuple) or len(out) < 3:
-                return
-            logits, scores, chosen = out[0], out[1], out[-1]
-            self.routers.append((self._valid(logits), self._valid(chosen)))
-            if scores.shape != chosen.shape:
-                self._record(name, scores)
-                return
-
-            def dense(of_chosen: Tensor) -> Tensor:
-                whole = torch.zeros_like(logits, dtype=of_chosen.dtype).scatter(-1, chosen, of_chosen)
-                return whole.reshape(len(self.documents), -1, logits.shape[-1])
-
-            self._keep(OUTPUT, name, dense(scores.detach()))
-            if scores.requires_grad:
-                scores.register_hook(lambda gradient: self._keep(BACKWARD, name, dense(gradient)))
+    def _on_router(self, name: str, _module: nn.Module, _args: Any, out: Any) -> None:
+        """The weights of all experts, 0 for those that are not chosen."""
+        if not isinstance(out, tuple) or len(out) < 3:
             return
+        logits, scores, chosen = out[0], out[1], out[-1]
+        self.routers.append((self._valid(logits), self._valid(chosen)))
+        if scores.shape != chosen.shape:
+            self._record(name, scores)
+            return
+
+        def dense(of_chosen: Tensor) -> Tensor:
+            whole = torch.zeros_like(logits, dtype=of_chosen.dtype).scatter(-1, chosen, of_chosen)
+            return whole.reshape(len(self.documents), -1, logits.shape[-1])
+
+        self._keep(OUTPUT, name, dense(scores.detach()))
+        if scores.requires_grad:
+            scores.register_hook(lambda gradient: self._keep(BACKWARD, name, dense(gradient)))
+
+    def _on_part(self, name: str, parts: list[Tensor], count: int, _module: nn.Module, _args: Any, out: Any) -> None:
+        """One of the modules whose joined outputs are Megatron's."""
         if count == 1:
             self._record(name, out)
             return
         parts.append(out)
         if len(parts) == count:
-            joined = [part.reshape(len(self.documents), -1, part.shape[2:].numel()).detach() for part in parts]
-            self._keep(OUTPUT, name, torch.cat(joined, -1))
+            self._keep(OUTPUT, name, torch.cat([self._by_document(part.detach()) for part in parts], -1))
             self._on_gradients(name, parts)
 
     def _on_gradients(self, name: str, parts: Sequence[Tensor]) -> None:
@@ -304,7 +318,7 @@ class _Pass:
         gradients: dict[int, Tensor] = {}
 
         def take(place: int, gradient: Tensor) -> None:
-            gradients[place] = gradient.reshape(len(self.documents), -1, parts[place].shape[2:].numel())
+            gradients[place] = self._by_document(gradient)
             if len(gradients) == len(parts):
                 self._keep(BACKWARD, name, torch.cat([gradients[i] for i in range(len(parts))], -1))
 
@@ -327,12 +341,15 @@ class _Pass:
         heads_first = value.dim() == 4 and value.shape[1] != self.longest == value.shape[2]
 
         def arranged(x: Tensor) -> Tensor:
-            x = x.transpose(1, 2) if heads_first else x
-            return x.reshape(len(self.documents), self.longest, -1)
+            return self._by_document(x.transpose(1, 2) if heads_first else x)
 
         self._keep(OUTPUT, name, arranged(value.detach()))
         if value.requires_grad:
             value.register_hook(lambda gradient: self._keep(BACKWARD, name, arranged(gradient)))
+
+    def _by_document(self, x: Tensor) -> Tensor:
+        """[documents, n, columns]."""
+        return x.reshape(len(self.documents), self.longest, -1)
 
     def _keep(self, kind: str, name: str, value: Tensor) -> None:
         """[documents, n, columns] to [s x b, columns], 0 on padding."""

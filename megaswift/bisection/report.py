@@ -7,7 +7,18 @@ from itertools import groupby
 from typing import Any
 
 from megaswift.bisection.compare import Comparison, Verdict, facts
-from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, INPUT, KINDS, LOSS, OUTPUT, WEIGHT
+from megaswift.bisection.trace_folder import (
+    BACKWARD,
+    CLIPPED,
+    GATHERED,
+    GRADIENT,
+    INPUT,
+    KINDS,
+    LOSS,
+    OF_PARAMETERS,
+    OUTPUT,
+    WEIGHT,
+)
 from megaswift.parallel.layout import Layout
 
 NAMED = {
@@ -18,6 +29,7 @@ NAMED = {
     GRADIENT: "reduced gradient",
     CLIPPED: "clipped gradient",
     WEIGHT: "main weight after the step",
+    GATHERED: "the model's weight after the step",
 }
 AXES = ("tp", "cp", "dp", "pp", "ep")
 SHOWN = 6
@@ -33,7 +45,7 @@ def suspect(found: Comparison) -> str:
         before = [v for v in found.verdicts if v.kind == BACKWARD and v.order[:3] == first.order[:3]]
         earlier = [v.name for v in before if v.order < first.order]
         return earlier[-1] if earlier else "head"
-    if first.kind in (GRADIENT, CLIPPED, WEIGHT):
+    if first.kind in OF_PARAMETERS:
         return first.name.rpartition(".")[0]
     return first.name
 

@@ -24,10 +24,10 @@ from megaswift.parallel.layout import Layout
 FORMAT = 1
 INDEX = "trace.json"
 INPUT, OUTPUT, LOSS, BACKWARD = "input", "output", "loss", "output_gradient"
-GRADIENT, CLIPPED, WEIGHT = "gradient", "clipped_gradient", "weight"
-KINDS = (INPUT, OUTPUT, LOSS, BACKWARD, GRADIENT, CLIPPED, WEIGHT)
+GRADIENT, CLIPPED, WEIGHT, GATHERED = "gradient", "clipped_gradient", "weight", "gathered_weight"
+KINDS = (INPUT, OUTPUT, LOSS, BACKWARD, GRADIENT, CLIPPED, WEIGHT, GATHERED)
 """In the order of a step."""
-OF_PARAMETERS = (GRADIENT, CLIPPED, WEIGHT)
+OF_PARAMETERS = (GRADIENT, CLIPPED, WEIGHT, GATHERED)
 FIELDS = ("input_ids", "labels", "loss_weights", "valid", "cu_seqlens")
 """Names of inputs: the fields of a micro-batch that the reference needs."""
 
