@@ -31,16 +31,10 @@ def joined_step(trace: Trace, placement: Placement, like: ReferenceStep) -> Refe
     widths = {key[:2]: tensor.shape[-1] for key, tensor in like.activations.items()}
     step = ReferenceStep()
     activations: dict[tuple[int, Entry], list[tuple[Tensor, Coordinates]]] = defaultdict(list)
-    parameters: dict[tuple[str, str], dict[int, dict[int, Tensor]]] = defaultdict(lambda: defaultdict(dict))
     for rank in trace.ranks():
         place = trace.layout.coordinates(rank.rank)
         for entry, tensor in rank.tensors.items():
-            if entry.kind in OF_PARAMETERS:
-                found = plan_entry(placement.plan, entry.name)
-                if found is not None:
-                    shard = place.tp if found.expert is None else place.etp
-                    parameters[entry.kind, entry.name][shard].setdefault(entry.start, tensor)
-            elif entry.kind != INPUT:
+            if entry.kind != INPUT and entry.kind not in OF_PARAMETERS:
                 activations[place.dp, entry].append((tensor, place))
     for (dp, entry), parts in activations.items():
         assert entry.microbatch is not None
@@ -55,7 +49,7 @@ def joined_step(trace: Trace, placement: Placement, like: ReferenceStep) -> Refe
                 step.activations[key] = joined
     order = like.order()
     step.activations = dict(sorted(step.activations.items(), key=lambda item: order[item[0][0], item[0][1]]))
-    _join_parameters(step, parameters, placement)
+    step.parameters = joined_parameters(trace, placement)
     return step
 
 
@@ -134,20 +128,31 @@ def _documents(rows: Inputs) -> Iterator[_Document]:
             yield _Document(number, row, start, end, tuple(value for part in parts for value in part))
 
 
-def _join_parameters(
-    step: ReferenceStep, found: dict[tuple[str, str], dict[int, dict[int, Tensor]]], placement: Placement
-) -> None:
+def joined_parameters(trace: Trace, placement: Placement) -> dict[str, dict[str, Tensor]]:
+    """Return the whole tensors of parameters by kind and Hugging Face name; those of which parts are missing are left
+    out."""
+    found: dict[tuple[str, str], dict[int, dict[int, dict[int, Tensor]]]] = {}
+    for rank in trace.ranks():
+        place = trace.layout.coordinates(rank.rank)
+        for entry, tensor in rank.tensors.items():
+            planned = plan_entry(placement.plan, entry.name)
+            if entry.kind in OF_PARAMETERS and planned is not None:
+                shard = place.tp if planned.expert is None else place.etp
+                stages = found.setdefault((entry.kind, planned.megatron), {}).setdefault(shard, {})
+                stages.setdefault(place.pp, {}).setdefault(entry.start, tensor)
     by_kind: dict[str, dict[str, list[Tensor]]] = defaultdict(dict)
     for (kind, name), shards in found.items():
-        entry = plan_entry(placement.plan, name)
-        assert entry is not None
-        ranks = placement.layout.tp if entry.expert is None else placement.layout.etp
-        shape = entry.shard_shape(ranks, placement.padded)
-        whole = [torch.cat([piece for _, piece in sorted(shards[rank].items())]) for rank in sorted(shards)]
-        if all(shard.numel() == torch.Size(shape).numel() for shard in whole):
-            by_kind[kind][entry.megatron] = [shard.reshape(shape) for shard in whole]
+        planned = placement.plan.by_megatron[name]
+        ranks = placement.layout.tp if planned.expert is None else placement.layout.etp
+        shape = torch.Size(planned.shard_shape(ranks, placement.padded))
+        first_stages = [stages[min(stages)] for _, stages in sorted(shards.items())]
+        whole = [torch.cat([piece.reshape(-1) for _, piece in sorted(pieces.items())]) for pieces in first_stages]
+        if all(shard.numel() == shape.numel() for shard in whole):
+            by_kind[kind][name] = [shard.reshape(shape) for shard in whole]
+    joined: dict[str, dict[str, Tensor]] = {}
     for kind, named in by_kind.items():
-        tensors = step.parameters.setdefault(kind, {})
+        joined[kind] = {}
         for group in placement.plan.groups:
             if all(entry.megatron in named for entry in group.entries):
-                tensors.update(group.write([named[entry.megatron] for entry in group.entries]))
+                joined[kind].update(group.write([named[entry.megatron] for entry in group.entries]))
+    return joined

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megaswift.bisection.compare import RUNS, Comparison, compare, inputs_of
-from megaswift.bisection.joined import joined_step, laid_out
+from megaswift.bisection.joined import joined_parameters, joined_step, laid_out
 from megaswift.bisection.placement import Placement, plan_entry
-from megaswift.bisection.reference import HuggingFaceStep, Recipe, ReferenceStep
-from megaswift.bisection.trace_folder import OF_PARAMETERS, OUTPUT, Trace
+from megaswift.bisection.reference import HuggingFaceStep, Recipe, ReferenceStep, neighbours
+from megaswift.bisection.trace_folder import CLIPPED, GATHERED, GRADIENT, OF_PARAMETERS, OUTPUT, WEIGHT, Trace
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
@@ -44,6 +45,8 @@ def recipe_of(cfg: SwiftConfig, spec: ModelSpec, lr: float) -> Recipe:
 class References:
     """The reference's step, and those from perturbed weights."""
 
+    recipe: Recipe
+    dtype: torch.dtype
     base: ReferenceStep
     perturbed: Iterable[ReferenceStep]
     """Each is computed when it is asked for, once: a large model's do not fit memory together."""
@@ -68,10 +71,12 @@ def references_of(trace: Trace, model: Path, cfg: SwiftConfig) -> References:
             elif entry.kind in OF_PARAMETERS and (found := plan_entry(placement.plan, entry.name)) is not None:
                 trained.update(found.hf)
     recipe = recipe_of(cfg, placement.spec, trace.about.get("lr", cfg.optim.learning_rate))
-    reference = HuggingFaceStep(model, placement.plan, getattr(torch, trace.about["dtype"]), recipe)
+    dtype = getattr(torch, trace.about["dtype"])
+    reference = HuggingFaceStep(model, placement.plan, dtype, recipe)
     rows = inputs_of(trace)
     base = reference.run(rows, names, trained)
-    return References(base, (reference.run(rows, names, trained, seed) for seed in range(RUNS)))
+    perturbed = (reference.run(rows, names, trained, seed) for seed in range(RUNS))
+    return References(recipe, dtype, base, perturbed)
 
 
 def judge(trace: Trace, model: Path, cfg: SwiftConfig, other: Trace | None = None) -> Comparison:
@@ -87,9 +92,50 @@ def judge(trace: Trace, model: Path, cfg: SwiftConfig, other: Trace | None = Non
         UserError: The other trace has other documents.
     """
     steps = references_of(trace, model, cfg)
-    placement = placement_of(trace, model)
     if other is None:
-        return compare(trace, placement, steps.base, steps.perturbed)
+        return compare_with(trace, model, steps)
     joined = joined_step(other, placement_of(other, model), steps.base)
-    laid = laid_out(joined, inputs_of(other), inputs_of(trace))
-    return compare(trace, placement, laid, steps.perturbed, center=steps.base)
+    return compare_with(trace, model, steps, laid_out(joined, inputs_of(other), inputs_of(trace)))
+
+
+def compare_with(trace: Trace, model: Path, steps: References, other: ReferenceStep | None = None) -> Comparison:
+    """Compare a trace with steps that have been taken, or with `other` within the tolerances that follow from them."""
+    placement = placement_of(trace, model)
+    own = joined_parameters(trace, placement)
+    base = with_own_gradients(steps.base, own, steps)
+    perturbed = (with_own_gradients(step, own, steps, seed) for seed, step in enumerate(steps.perturbed))
+    if other is None:
+        return compare(trace, placement, base, perturbed)
+    other.parameters |= {kind: base.parameters[kind] for kind in (WEIGHT, GATHERED)}
+    return compare(trace, placement, other, perturbed, center=base)
+
+
+def with_own_gradients(
+    step: ReferenceStep, own: Mapping[str, Mapping[str, Tensor]], steps: References, seed: int | None = None
+) -> ReferenceStep:
+    """Take the optimizer's step with the clipped gradients of the run itself.
+
+    Adam divides a gradient by its size: rounding that turns the sign of a gradient near 0 would move a weight by twice
+    the learning rate. Wrong gradients are seen as such; here the optimizer alone is compared, then what the model has
+    of the optimizer's weights.
+
+    Args:
+        step: The reference's step, before the optimizer's.
+        own: The run's tensors of parameters, whole.
+        steps: The recipe and the run's dtype.
+        seed: For a perturbed step: numbers are first moved to their neighbours.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def moved(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (tensor if generator is None else neighbours(tensor.to(dtype), generator)).double()
+
+    clipped = own.get(CLIPPED) or {name: g * step.clipping for name, g in own.get(GRADIENT, {}).items()}
+    known = steps.recipe.optimizer in ("adam", "sgd")
+    updated = {
+        name: steps.recipe.updated(name, moved(step.start[name]), moved(gradient))
+        for name, gradient in clipped.items()
+        if known and name in step.start
+    }
+    gathered = {name: moved(weight, steps.dtype) for name, weight in own.get(WEIGHT, {}).items()}
+    return replace(step, parameters={**step.parameters, WEIGHT: updated, GATHERED: gathered})

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megaswift.bisection.placement import Rows, plan_entry
-from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GATHERED, GRADIENT, LOSS, OUTPUT, WEIGHT
+from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT
 from megaswift.bridge.plan import WeightPlan
 
 ATTENTION = "megaswift_bisect"
@@ -51,6 +51,14 @@ class Recipe:
     biased: bool = False
     """Experts are chosen by a bias beside softmax, which the balancing loss leaves out."""
 
+    def updated(self, name: str, weight: Tensor, gradient: Tensor) -> Tensor:
+        """Take the first step of the optimizer with a clipped gradient."""
+        decay = self.weight_decay if weight.dim() > 1 and not name.endswith("bias") else 0.0
+        if self.optimizer == "sgd":
+            return weight - self.lr * (gradient + decay * weight)
+        # AdamW from zero moments: both are corrected to the gradient and its square
+        return weight * (1 - self.lr * decay) - self.lr * gradient / (gradient.abs() + self.eps)
+
 
 @dataclass
 class ReferenceStep:
@@ -58,6 +66,10 @@ class ReferenceStep:
 
     activations: dict[Key, Tensor] = field(default_factory=dict)
     parameters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    start: dict[str, Tensor] = field(default_factory=dict)
+    """The weights before the step."""
+    clipping: float = 1.0
+    """The factor on gradients."""
 
     def order(self) -> dict[tuple[str, str], int]:
         """(Kind, name) to its place in the order of computation."""
@@ -127,29 +139,16 @@ class HuggingFaceStep:
         gradients: Mapping[str, Tensor],
         trained: set[str],
     ) -> None:
-        """Clip by the global norm, then the first step of the optimizer."""
+        """Clip by the global norm, then take the first step of the optimizer."""
         recipe = self.recipe
         reduced = _by_disk_name(model, gradients)
         used = {name: g for name, g in reduced.items() if name in trained}
         norm = sum(float(g.square().sum()) for g in used.values()) ** 0.5
-        scale = 1.0
         if recipe.max_grad_norm > 0:
-            scale = min(1.0, recipe.max_grad_norm / (norm + CLIP_EPSILON))
-        clipped = {name: g * scale for name, g in used.items()}
+            step.clipping = min(1.0, recipe.max_grad_norm / (norm + CLIP_EPSILON))
         step.parameters[GRADIENT] = used
-        step.parameters[CLIPPED] = clipped
-        weights = {name: p.double() for name, p in _by_disk_name(model, main).items()}
-        if recipe.optimizer not in ("adam", "sgd"):
-            return
-        updated = {}
-        for name, g in clipped.items():
-            decay = recipe.weight_decay if weights[name].dim() > 1 and not name.endswith("bias") else 0.0
-            if recipe.optimizer == "sgd":
-                updated[name] = weights[name] - recipe.lr * (g + decay * weights[name])
-            else:  # AdamW from zero moments: both are corrected to the gradient and its square
-                updated[name] = weights[name] * (1 - recipe.lr * decay) - recipe.lr * g / (g.abs() + recipe.eps)
-        step.parameters[WEIGHT] = updated
-        step.parameters[GATHERED] = updated
+        step.parameters[CLIPPED] = {name: g * step.clipping for name, g in used.items()}
+        step.start = {name: p for name, p in _by_disk_name(model, main).items() if name in used}
 
     def modules(self, model: nn.Module, name: str) -> list[nn.Module]:
         """The Hugging Face modules whose outputs, joined by columns, are the output of Megatron's module `name`; empty
@@ -476,6 +475,11 @@ def _perturb(model: nn.Module, seed: int) -> None:
     """Move each weight to a neighbouring number of its dtype."""
     generator = torch.Generator().manual_seed(seed)
     for _, p in sorted(model.named_parameters()):
-        bits = p.data.view(torch.int32 if p.element_size() == 4 else torch.int16)
-        step = torch.randint(0, 2, p.shape, generator=generator, dtype=bits.dtype) * 2 - 1
-        bits += torch.where(p == 0, 0, step)
+        p.data = neighbours(p.data, generator)
+
+
+def neighbours(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a tensor whose numbers are the next larger or smaller ones, as drawn; zeros stay."""
+    bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    step = torch.randint(0, 2, tensor.shape, generator=generator, dtype=bits.dtype) * 2 - 1
+    return (bits + torch.where(tensor == 0, 0, step)).view(tensor.dtype)

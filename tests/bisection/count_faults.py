@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megaswift.bisection.compare import Comparison, compare
-from megaswift.bisection.judge import References, placement_of, references_of
+from megaswift.bisection.compare import Comparison
+from megaswift.bisection.judge import References, compare_with, references_of
 from megaswift.bisection.report import suspect, verdict_text
 from megaswift.bisection.trace_folder import Trace
 from megaswift.config import SwiftConfig
@@ -84,7 +84,7 @@ class Planted:
             steps = references_of(trace, model, cfg)
             self._references[key] = replace(steps, perturbed=list(steps.perturbed))
         steps = self._references[key]
-        found = compare(trace, placement_of(trace, model), steps.base, steps.perturbed)
+        found = compare_with(trace, model, steps)
         shutil.rmtree(trace_folder)
         return found
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megaswift.engine.megatron.model import finish_weight_gathers
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -441,6 +443,24 @@ def lost_update(fault: Fault, engine: Any) -> None:
 
 
 @planted
+def stale_weight(fault: Fault, engine: Any) -> None:
+    """The second half of a weight of the model stays as it was, though the optimizer's has changed."""
+    targets = [module.weight for module in modules_of(fault, engine)]
+    train = engine.train_batch
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        before = [weight.detach().clone() for weight in targets]
+        result = train(*args, **kwargs)
+        finish_weight_gathers(engine.chunks)
+        for weight, old in zip(targets, before, strict=True):
+            half = len(weight) // 2
+            weight.data[half:] = old[half:]
+        return result
+
+    engine.train_batch = step
+
+
+@planted
 def other_tokens(fault: Fault, engine: Any) -> None:
     """This rank reads other rows than its tensor-parallel neighbours."""
     from megaswift.bisection import recorder
@@ -572,6 +592,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("stale_gradient", (QKV, PROJ, FC1, FC2), EVERY),
     Kind("rounded_gradient", (QKV, PROJ, FC2), EVERY),
     Kind("mask_off_by_one", (CORE,), EVERY),
+    Kind("stale_weight", (QKV, FC1), ("dense dp2 do pp2", "dense tp2 dp2 do"), ("dp",)),
     Kind("lost_update", (QKV, PROJ, FC2), EVERY),
     Kind("dropped_expert", ("mlp",), ("moe ep2 dp2", "moe tp2 sp ep2"), ("ep", "")),
     Kind("scaled_output", ("mlp.router",), ("moe ep2 dp2", "moe tp2 sp ep2", "moe pp2")),

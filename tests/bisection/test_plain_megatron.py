@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.bisection.compare import compare
-from megaswift.bisection.judge import placement_of, references_of
+from megaswift.bisection.judge import compare_with, references_of
 from megaswift.bisection.trace_folder import Trace
 from megaswift.config import SwiftConfig
 from tests.bisection.plain_megatron import LR, PlainTask, write_model
@@ -28,8 +27,8 @@ def test_megatron_cores_own_model(tmp_path: Path, pool: Pool) -> None:
     options = {"learning_rate": LR, "adam_epsilon": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0}
     trace = Trace.open(task.trace)
     steps = references_of(trace, model, SwiftConfig(task="sft", model=str(model), **options))
-    perturbed = list(steps.perturbed)
-    found = compare(trace, placement_of(trace, model), steps.base, perturbed)
+    steps = replace(steps, perturbed=list(steps.perturbed))
+    found = compare_with(trace, model, steps)
     assert found.first is None
     assert {name.split(" ")[0].split(".", 2)[2] for name in found.skipped} == {"pre_cross_attn_layernorm"}
     kinds = {v.kind for v in found.verdicts}
@@ -38,7 +37,7 @@ def test_megatron_cores_own_model(tmp_path: Path, pool: Pool) -> None:
 
     wrong = replace(task, trace=tmp_path / "wrong", fault=True)
     pool.run("tests.bisection.plain_megatron:record", wrong, 4)
-    first = compare(Trace.open(wrong.trace), placement_of(trace, model), steps.base, perturbed).first
+    first = compare_with(Trace.open(wrong.trace), model, steps).first
     assert first is not None and (first.name, first.kind) == ("layers.2.mlp.linear_fc1", "output")
     assert first.place.tp == 1 and first.difference == pytest.approx(1e-3, rel=0.05)
 
