@@ -92,10 +92,13 @@ def judge(trace: Trace, model: Path, cfg: SwiftConfig, other: Trace | None = Non
         UserError: The other trace has other documents.
     """
     steps = references_of(trace, model, cfg)
-    if other is None:
-        return compare_with(trace, model, steps)
+    return compare_with(trace, model, steps, None if other is None else other_step(trace, other, model, steps))
+
+
+def other_step(trace: Trace, other: Trace, model: Path, steps: References) -> ReferenceStep:
+    """Return what another trace recorded as a step on the rows of this one."""
     joined = joined_step(other, placement_of(other, model), steps.base)
-    return compare_with(trace, model, steps, laid_out(joined, inputs_of(other), inputs_of(trace)))
+    return laid_out(joined, inputs_of(other), inputs_of(trace))
 
 
 def compare_with(trace: Trace, model: Path, steps: References, other: ReferenceStep | None = None) -> Comparison:
