@@ -19,6 +19,8 @@ from megaswift.errors import CheckpointError, Problem, first_line
 from megaswift.folders.checkpoint import MODEL, TABLES
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CONVERSION = "conversion.json"
+"""What `megaswift convert hf-to-megatron` says of its folder."""
 BACKEND = "metadata.json"
 """Within the folder of an iteration: which format Megatron-Core wrote."""
 RELEASE = "release"
@@ -87,7 +89,7 @@ def _iteration(folder: Path, root: Path) -> ForeignFolder | None:
         return ForeignFolder(root, folder, True)
     backend = _backend(folder / BACKEND)
     if (folder / TABLES).is_file():
-        if (folder / MODEL / "config.json").is_file():
+        if (folder / MODEL / "config.json").is_file() or (folder / CONVERSION).is_file():
             return None
         if backend not in ("", "torch_dist"):
             raise CheckpointError(_other_format(folder, backend))

@@ -37,7 +37,7 @@ from megaswift.bridge.plan import PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.folders.checkpoint import MODEL, find_checkpoint
-from megaswift.folders.foreign import RELEASE, TRACKER
+from megaswift.folders.foreign import CONVERSION, RELEASE, TRACKER
 from megaswift.models.spec import VOCABULARY, ModelSpec
 from megaswift.models.stored_form import StoredForm
 from megaswift.models.weights.gated_delta import KeyHeadRowsRule
@@ -112,7 +112,7 @@ def hf_to_megatron(
             "padded_vocabulary": padded,
             "layout": dict(options.layout),
         }
-        (stage / "conversion.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (stage / CONVERSION).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     # An interrupted conversion resumes only if all of this is unchanged.
     made_from = {

@@ -113,7 +113,6 @@ TRANSLATED = [
     ("sft", '--chat_template_kwargs {"enable_thinking":false}', "enable_thinking", False),
     ("sft", "--lora", "train_type", "lora"),
     ("sft", "--qlora true", "train_type", "qlora"),
-    ("sft", "--loss_type dft", "enable_dft_loss", True),
 ]
 
 
@@ -132,6 +131,7 @@ SAME = [
     ("--chat_template_path t.jinja --dataset d", "chat_template", "t.jinja"),
     ("--test_split_size 0.1 --dataset d", "split_dataset_ratio", 0.1),
     ("--loss_type nll --assistant_only_loss true --dataset_text_field text --dataset d", "loss_type", ()),
+    ("--loss_type dft --dataset d", "enable_dft_loss", True),
 ]
 
 

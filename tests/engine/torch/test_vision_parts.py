@@ -24,6 +24,7 @@ ALIGNERS = {
     "qwen2_vl": ("model.visual.merger",),
     "qwen2_5_vl": ("model.visual.merger",),
     "qwen3_vl": ("model.visual.merger", "model.visual.deepstack_merger_list"),
+    "qwen3_vl_moe": ("model.visual.merger", "model.visual.deepstack_merger_list"),
     "llava": ("model.multi_modal_projector",),
     "llava_next": ("model.multi_modal_projector", "model.image_newline"),
     "gemma3": ("model.multi_modal_projector",),
