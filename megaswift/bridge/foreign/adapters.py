@@ -58,7 +58,7 @@ def convert_adapters(
     """
     spec = load_spec(hf_config)
     names, twice = without_prefix({key: stored.shape(key) for key in stored.keys()})  # noqa: SIM118 (a method)
-    bridge = any(_BRIDGE.fullmatch(name) for name in names)
+    bridge = any(".adapter." in name for name in names)
     weights = WeightPlan(family_with_rows(family_of(spec.hf_config), not bridge), spec)
     halves = _halves(_BRIDGE if bridge else _SWIFT, names)
     options = adapter_options(folder, bridge)

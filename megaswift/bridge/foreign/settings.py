@@ -65,7 +65,7 @@ def adapter_options(folder: ForeignFolder, bridge: bool) -> AdapterOptions:
     values = read_options(file)
     if bridge:
         peft = values.get("peft")
-        if not isinstance(peft, dict) or not str(peft.get("_target_", "LoRA")).endswith("LoRA"):
+        if not isinstance(peft, dict) or str(peft.get("_target_", "LoRA")).rpartition(".")[2] != "LoRA":
             raise CheckpointError(Problem(str(file), "has no section peft of LoRA", "only LoRA is read"))
         return _checked(file, {**peft, "rank": peft.get("dim", 32), "alpha": peft.get("alpha", 32)})
     if values.get("use_dora"):

@@ -7,6 +7,8 @@ B one rank after the other; Megatron-Bridge splits those of a gated layer into g
 from __future__ import annotations
 
 import json
+import sys
+import types
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.bridge.foreign.megatron_writer import Job, _stand_in_for_cuda, models, sharded_strategy, start
 
 LAYERS = 4
 RANK = 4
@@ -35,8 +39,6 @@ def run(rank: int, world: int, job: AdapterJob) -> None:
     """Save this rank's parts. Collective."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
-
-    from tests.bridge.foreign.megatron_writer import _stand_in_for_cuda, sharded_strategy
 
     _stand_in_for_cuda()
     dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -89,6 +91,48 @@ def _put(
     state[f"{key} {layer} {at}"] = ShardedTensor.from_rank_offsets(
         key, tensor.contiguous(), *offsets, replica_id=replica, prepend_axis_num=1
     )
+
+
+@dataclass(frozen=True)
+class BridgeJob:
+    """A checkpoint of Megatron-Bridge's own LoRA on a model of Megatron-Core with Transformer Engine's layers."""
+
+    package: str
+    """The folder in which the package `megatron` with Megatron-Bridge lies."""
+    model: Job
+    values: tuple[tuple[str, Tensor, Tensor], ...]
+
+
+@torch.no_grad()
+def run_bridge(rank: int, world: int, job: BridgeJob) -> None:
+    """Save this rank's adapters. Collective."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+
+    start(rank, world, job.model)
+    package = types.ModuleType("megatron.bridge")  # without its __init__, which imports all models
+    package.__path__ = [f"{job.package}/megatron/bridge"]
+    sys.modules[package.__name__] = package
+    from megatron.bridge.peft.lora import LoRA
+
+    [chunk] = models(job.model)
+    chunk = LoRA(dim=RANK, alpha=RANK)(chunk, training=True)
+    parameters = dict(chunk.named_parameters())
+    for number, (module, a, b) in enumerate(job.values):
+        name = f"decoder.layers.{number // (len(COLUMN) + len(ROW))}.{module}.adapter"
+        if module == COLUMN[1]:  # each rank's gates, then its ups
+            b = torch.cat([torch.cat(parts) for parts in zip(*(rows.chunk(world) for rows in b.chunk(2)), strict=True)])
+        for end, whole in (("linear_in", a), ("linear_out", b)):
+            parameter = parameters[f"{name}.{end}.weight"]
+            cut = next((dim for dim in (0, 1) if parameter.shape[dim] != whole.shape[dim]), None)
+            parameter.copy_(whole if cut is None else whole.chunk(world, cut)[rank])
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(True)}
+    state = {k: v for k, v in chunk.sharded_state_dict(metadata=metadata).items() if ".adapter." in k}
+    Path(job.model.target).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save({"model": state}, job.model.target, sharded_strategy())
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def values(hf: dict[str, Any], seed: int) -> tuple[tuple[str, Tensor, Tensor], ...]:

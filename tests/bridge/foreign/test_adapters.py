@@ -6,6 +6,7 @@ Covers: megaswift/bridge/foreign/adapters.py, megaswift/bridge/foreign/settings.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from megaswift.bridge.convert.to_hf import MegatronToHfOptions, megatron_to_hf
 from megaswift.errors import CheckpointError
 from tests.bridge.folders import make, tensors_of
-from tests.bridge.foreign.adapter_writer import RANK, AdapterJob, changes, values, write_options
+from tests.bridge.foreign.adapter_writer import RANK, AdapterJob, BridgeJob, changes, values, write_options
+from tests.bridge.foreign.megatron_writer import Job
 from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
@@ -40,6 +42,25 @@ def adapters(
 
 def test_peft_merges_what_megatron_adds(adapters: tuple[bool, Path, Path], tmp_path: Path) -> None:
     _, folder, root = adapters
+    check_merged(folder, root, tmp_path)
+    assert "tests.bridge.foreign.never_imported" not in sys.modules
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("MEGASWIFT_BRIDGE" not in os.environ, reason="MEGASWIFT_BRIDGE is not set (CONTRIBUTING.md)")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_lora_of_megatron_bridge_itself(tp: int, te_pool: Pool, folders: Path, tmp_path: Path) -> None:
+    folder = make("dense", folders)
+    hf = json.loads((folder / "config.json").read_text())
+    model = Job(str(folder), str(tmp_path / "iter_0000007"), tp=tp, te=True)
+    job = BridgeJob(os.environ["MEGASWIFT_BRIDGE"], model, values(hf, 3))
+    te_pool.run("tests.bridge.foreign.adapter_writer:run_bridge", job, tp)
+    write_options(tmp_path, True, ALPHA, tp)
+    check_merged(folder, tmp_path, tmp_path)
+
+
+def check_merged(folder: Path, root: Path, tmp_path: Path) -> None:
+    """The adapters of `values`, merged by PEFT, change each weight by scale x B A."""
     out = megatron_to_hf(root, tmp_path / "adapter", MegatronToHfOptions(hf_config=folder))
     hf = json.loads((folder / "config.json").read_text())
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), out).merge_and_unload()
@@ -50,7 +71,6 @@ def test_peft_merges_what_megatron_adds(adapters: tuple[bool, Path, Path], tmp_p
     for name, tensor in before.items():
         want = tensor + change[name] if name in change else tensor
         torch.testing.assert_close(got[name], want, rtol=0, atol=2e-5, msg=name)
-    assert "tests.bridge.foreign.never_imported" not in sys.modules
 
 
 def test_options_that_do_not_fit(adapters: tuple[bool, Path, Path], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megaswift.cli import main
+from tests.bridge.folders import tensors_of
 from tests.bridge.foreign.conftest import Written
 from tests.bridge.foreign.test_source import LEGACY, STACKED
 
@@ -295,6 +296,16 @@ def test_sharded(
     words = ["convert", "megatron-to-hf", copy, tmp_path / "hf", "--hf_config", folder]
     refused(words, told, capsys, tmp_path / "hf")
     assert not (copy / "fired").exists()
+
+
+def test_common_files_are_not_read(written: Written, tmp_path: Path) -> None:
+    """common.pt and the random states are pickles, which weights do not need."""
+    folder, root = written("dense", STACKED)
+    copy = Path(shutil.copytree(root, tmp_path / "root"))
+    (copy / "iter_0000007" / "common.pt").write_bytes(pickle.dumps(Evil(copy / "fired")))
+    words = ["convert", "megatron-to-hf", copy, tmp_path / "hf", "--hf_config", folder]
+    assert main(list(map(str, words))) == 0
+    assert not (copy / "fired").exists() and tensors_of(tmp_path / "hf").keys() == tensors_of(folder).keys()
 
 
 class Legacy:

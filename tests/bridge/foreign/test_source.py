@@ -37,7 +37,7 @@ def converted(root: Path, folder: Path, target: Path) -> Path:
     [
         ("dense", STACKED),
         ("moe", Job("", "", ep=2, metadata=PER_LAYER)),
-        ("moe", Job("", "", tp=2, ep=2, metadata=SINGLE)),
+        pytest.param("moe", Job("", "", tp=2, ep=2, metadata=SINGLE), marks=slow),
         ("dense-tied", Job("", "", pp=2, vpp=2)),
         pytest.param("moe", Job("", "", ep=2), marks=slow),
         pytest.param("moe", Job("", "", ep=2, te_norms=True), marks=slow),
