@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from megaswift.bridge.checkpoint.entries import sharded_state_dict_entry
+from megaswift.bridge.checkpoint.entries import KEPT, sharded_state_dict_entry
 from megaswift.bridge.checkpoint.hf_view import MegatronSource, StoredTensors
 from megaswift.bridge.checkpoint.source import TorchDistSource
 from megaswift.bridge.foreign.keys import Part, Search, ShardedKeys, place
@@ -67,7 +67,7 @@ def open_foreign_weights(
             problems = [*problems[:SHOWN], more]
     if problems:
         raise CheckpointError(problems)
-    tensors = PlacedTensors(stored, placement.parts)
+    tensors = PlacedTensors(stored, {**placement.parts, **_copies(plan, placement.parts)})
     dtypes = {name: tensors.dtype(sharded_state_dict_entry(e).key) for e in plan.entries for name in e.hf}
     return MegatronSource(plan, tensors, dtypes, dtype)
 
@@ -83,6 +83,18 @@ def _with_prediction_layers(spec: ModelSpec, search: Search, folder: Path) -> Mo
         rule = f"has {len(layers)} layers for multi-token prediction, but config.json has {count}"
         raise CheckpointError(Problem(str(folder), rule))
     return replace(spec, features=replace(spec.features, mtp_layers=count))
+
+
+def _copies(plan: WeightPlan, parts: Mapping[str, tuple[Part, ...]]) -> dict[str, tuple[Part, ...]]:
+    """The copies of embedding and output layer that a folder has for its layers for multi-token prediction, without
+    the padding of the vocabulary."""
+    found = {}
+    for copy, name in plan.copies.items():
+        [entry] = plan.by_hf[name].entries
+        rows = [(part, min(part.shape[0], plan.spec.vocab_size - part.corner[0])) for part in parts[entry.megatron]]
+        cut = [replace(part, shape=(count, *part.shape[1:])) for part, count in rows if count > 0]
+        found[KEPT + copy] = tuple(cut)
+    return found
 
 
 def _unreadable(stored: StoredTensors, parts: Mapping[str, tuple[Part, ...]]) -> Iterator[Problem]:

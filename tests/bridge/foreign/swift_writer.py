@@ -38,6 +38,8 @@ class SwiftJob:
     etp: int = 1
     padded: int = 0
     """Rows of the vocabulary."""
+    mtp: int = 0
+    """Layers for multi-token prediction."""
     rank: int = 0
     """Of LoRA on all linear layers; 0: the whole model is saved."""
 
@@ -125,6 +127,8 @@ def _models(job: SwiftJob) -> tuple[list[Any], Any]:
     fields = hf_to_mcore_config(AutoConfig.from_pretrained(job.folder))
     if job.padded:
         fields["padded_vocab_size"] = job.padded
+    if job.mtp:
+        fields["mtp_num_layers"] = job.mtp
     fields |= {"bias_dropout_fusion": False, "gradient_accumulation_fusion": False, "use_cpu_initialization": True}
     config = ModelConfig(
         params_dtype=torch.float32,

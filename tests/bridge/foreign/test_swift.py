@@ -65,6 +65,7 @@ def saved(variant: str, job: SwiftJob, te_pool: Pool, folders: Path, tmp_path: P
         ("glm4", SwiftJob(pp=2)),
         ("glm4_moe", SwiftJob(ep=2)),
         ("olmoe", SwiftJob(pp=2)),
+        ("glm4_moe-mtp", SwiftJob(ep=2, mtp=1, padded=144)),
     ],
 )
 def test_weights(variant: str, job: SwiftJob, te_pool: Pool, folders: Path, tmp_path: Path) -> None:
