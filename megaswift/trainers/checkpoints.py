@@ -22,6 +22,7 @@ from megaswift.base.atomic_writes import fsync_path, write_atomically
 from megaswift.base.versions import run_folder
 from megaswift.errors import CheckpointError, Problem, did_you_mean_hint
 from megaswift.folders import saved_steps
+from megaswift.folders.foreign import find_foreign_folder
 from megaswift.folders.saved_steps import (
     MARKER,
     POINTER,
@@ -230,6 +231,10 @@ def resume_step_candidates(wanted: str, output: Path) -> tuple[list[Path], list[
             return steps, []
     manifest = saved_steps.load_manifest_or_problem(path)
     if isinstance(manifest, Problem):
+        if find_foreign_folder(path) is not None:
+            rule = "is a checkpoint of another program, from which no run resumes"
+            fix = f"start a run from its weights: --model {wanted} --hf_config DIR"
+            raise CheckpointError(Problem(f"--resume_from_checkpoint {wanted}", rule, fix))
         rule = f"has no complete {MARKER}: not a megaswift checkpoint, or an interrupted save"
         if (path / MARKER).exists():
             rule = f"has no complete {MARKER}: it {manifest.rule}"

@@ -23,6 +23,7 @@ from megaswift.folders.source import locate_model, missing_model_file_problems
 from megaswift.inference.model import load_config_tokenizer_and_processor, load_model_and_prompt_device
 from megaswift.inference.options.commands import ModelLoadingOptions, PlacementOptions
 from megaswift.options.files import CONFIG_HEADER
+from megaswift.trainers.checkpoints import resume_step_candidates
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.bridge.folders import tensors_of
 from tests.trainers.inputs import logits, write_conversations, write_model
@@ -84,6 +85,10 @@ def test_mistakes(folder: Path, foreign: Path, tmp_path: Path) -> None:
             locate_model(given)
     with pytest.raises(UserError, match="is a checkpoint of another program(.|\n)*convert it first"):
         open_weights(foreign)
+    with pytest.raises(UserError, match="is a checkpoint of another program(.|\n)*convert it first"):
+        hf_to_megatron(foreign, tmp_path / "again")
+    with pytest.raises(UserError, match=f"no run resumes(.|\n)*--model {foreign} --hf_config DIR"):
+        resume_step_candidates(str(foreign), tmp_path)
 
 
 def test_adapters_name_the_checkpoint(folder: Path, foreign: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from megaswift.bridge.plan import PlanEntry, WeightPlan
 from megaswift.errors import CheckpointError, LayoutError, Problem
 from megaswift.families import family_of, load_spec
 from megaswift.folders.checkpoint import MODEL, find_checkpoint
-from megaswift.folders.foreign import CONVERSION, RELEASE, TRACKER
+from megaswift.folders.foreign import CONVERSION, RELEASE, TRACKER, find_foreign_folder
 from megaswift.models.spec import VOCABULARY, ModelSpec
 from megaswift.models.stored_form import StoredForm
 from megaswift.models.weights.gated_delta import KeyHeadRowsRule
@@ -83,6 +83,9 @@ def hf_to_megatron(
                 "run megaswift convert megatron-to-hf to convert it back",
             )
         )
+    if find_foreign_folder(folder) is not None:
+        fix = f"convert it first: megaswift convert megatron-to-hf {folder} DST --hf_config DIR"
+        raise CheckpointError(Problem(str(folder), "is a checkpoint of another program", fix))
     # Check the source and the layout before anything is written.
     spec = load_spec(folder)
     plan = WeightPlan(family_of(spec.hf_config), spec)
