@@ -58,8 +58,8 @@ OF_OTHERS = {
 EvalScope that no file of ours says."""
 PLACEHOLDER = r"[A-Z][A-Z_]*|\.\.\.|.*[<>*(){}\[\]].*"
 """A value for the reader to fill in."""
-VALUES_OF_OTHERS = {"torch_native"}
-"""Of an option of SGLang's that has a name of ours."""
+VALUES_OF_OTHERS = {"torch_native", "tp2"}
+"""Of options of SGLang and of `megaswift bisect` that have names of training's."""
 
 
 def known_options() -> set[str]:

@@ -208,6 +208,7 @@ _KINDS: dict[str, tuple[str, Any]] = {
 CLUSTER_OPTIONS: tuple[ClusterOption, ...] = (
     ClusterOption("nodes", "count", "Nodes of a job; the run file and --nodes override it; default: 1, ssh: all hosts"),
     ClusterOption("gpus_per_node", "number", "GPUs of a node, one process each; 0: a CPU job"),
+    ClusterOption("gpu_type", "name", "GPU in the table of megaswift plan, such as h100: jobs get a forecast"),
     ClusterOption("cpus_per_node", "count", "CPU cores of a node to reserve", (SLURM, KUBERNETES, RAY, DLC)),
     ClusterOption("memory_per_node", "name", "Memory of a node to reserve: 200Gi, 200G", (SLURM, KUBERNETES, RAY, DLC)),
     ClusterOption(

@@ -11,7 +11,6 @@ import difflib
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from megaswift.commands.plan_report import PlanReport
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import NAMES
 from megaswift.errors import ConfigError, Problem
+from megaswift.folders.source import locate_model
 from megaswift.models.published.sizes import MODELS, published_model
 from megaswift.models.spec import ModelSpec
 from megaswift.options.spelling import errors_as_typed
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     named = Path(given.what).suffix in (".yaml", ".yml")
     words = [given.what, *rest] if named else ["--model", given.what, *rest]
     cfg = load_config(given.task or (None if named else "sft"), words, environ={})
-    with errors_as_typed(cfg.typed, NAMES), model_description(cfg) as spec:
-        plan = plan_run(cfg, spec, machine, given.gpus, max(given.top, given.row))
+    with errors_as_typed(cfg.typed, NAMES):
+        plan = plan_run(cfg, described_model(cfg), machine, given.gpus, max(given.top, given.row))
     report = PlanReport(plan, cfg, given.storage_gbps, global_batch_rows(cfg, given.gpus)[1])
     print(report.text(given.top, given.row))
     if given.output is not None:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     if not plan.rows:
         return NOTHING_FITS
     if given.yaml is not None:
-        report.write_run_file(Path(given.yaml), options_of_row(plan.rows[given.row - 1]))
+        report.write_run_file(Path(given.yaml), options_of_row(cfg, plan.rows[given.row - 1]))
         log.print_result(f"row {given.row} as a run's file: {given.yaml}")
     return 0
 
@@ -125,9 +125,14 @@ def _problems(given: argparse.Namespace) -> Iterator[Problem]:
         yield Problem(f"--output {given.output}", "is not a file name ending in .json", "--output plan.json")
 
 
-@contextmanager
-def model_description(cfg: SwiftConfig) -> Iterator[ModelSpec]:
-    """Yield the spec of the run's model: of a folder, a config.json, or a published model by its name.
+def describes_model(cfg: SwiftConfig) -> bool:
+    """Return whether this machine has a description of the run's model."""
+    name = str(cfg.model.model)
+    return Path(name).expanduser().exists() or published_model(name) is not None
+
+
+def described_model(cfg: SwiftConfig) -> ModelSpec:
+    """Return the spec of the run's model: of a folder, a config.json, or a published model by its name.
 
     Raises:
         ConfigError: There is none.
@@ -135,10 +140,7 @@ def model_description(cfg: SwiftConfig) -> Iterator[ModelSpec]:
     name = str(cfg.model.model)
     path = Path(name).expanduser()
     if path.is_dir():
-        from megaswift.folders.source import locate_model
-
-        yield model_spec_for_task(cfg, locate_model(cfg.model, weights=False))
-        return
+        return model_spec_for_task(cfg, locate_model(cfg.model, weights=False))
     known = published_model(name)
     if not path.is_file() and known is None:
         rule = "is no folder, no config.json and no published model in the table"
@@ -148,4 +150,4 @@ def model_description(cfg: SwiftConfig) -> Iterator[ModelSpec]:
     text = path.read_text(encoding="utf-8") if path.is_file() else json.dumps(known[1] if known else {})
     with tempfile.TemporaryDirectory(prefix="megaswift-") as folder:
         (Path(folder) / "config.json").write_text(text, encoding="utf-8")
-        yield model_spec_for_task(cfg, Path(folder))
+        return model_spec_for_task(cfg, Path(folder))

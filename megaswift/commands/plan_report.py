@@ -109,7 +109,7 @@ class PlanReport:
         saved = f"checkpoint: {bytes_text(size)}"
         if self.storage_gbps is not None:
             saved += f", {size * 8 / self.storage_gbps / 1e9:.0f} s at {self.storage_gbps:g} Gbit/s"
-        flags = settings_text(options_of_row(row))
+        flags = settings_text(options_of_row(self.cfg, row))
         return "\n".join(
             [
                 f"row {number}: {flags}",
@@ -163,7 +163,7 @@ class PlanReport:
     def _content_of(self, row: Row) -> dict[str, Any]:
         return {
             "layout": row.layout.describe(),
-            "options": options_of_row(row),
+            "options": options_of_row(self.cfg, row),
             "memory_bytes": row.memory.total,
             "memory_by_part": memory_parts(row.memory),
             "fullest_stage": row.memory.stage,

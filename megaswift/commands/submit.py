@@ -52,7 +52,7 @@ SET_BY_JOB = {**dict.fromkeys(OF_LAUNCH, "--nodes N --gpus_per_node M"), "hostfi
 SET_BY_JOB["master_port"] = "master_port of the cluster"
 """Options that a job's run does not take, and what does their work."""
 
-READ_HERE = ("nodes", "gpus_per_node", "workdir", "hostfile", "secret_variables")
+READ_HERE = ("nodes", "gpus_per_node", "gpu_type", "workdir", "hostfile", "secret_variables")
 """Options of a cluster that are read before a job is rendered."""
 CHOICES = ("kind", "submit_to")
 """Options that choose what is rendered."""
@@ -73,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     problems += [] if given.dry_run else missing
     if problems := problems or [*_ignored_option_problems(job, scheduler)]:
         raise ConfigError(problems)
+    job, cfg, forecast = _planned(given, job, cfg)
     lacks = _check_run(cfg, job, scheduler)
     if lacks and not given.dry_run:
         raise ConfigError(lacks)
@@ -83,8 +84,10 @@ def main(argv: Sequence[str]) -> int:
         log.warn(text)
     rendered = scheduler.render(job)
     if given.dry_run:
-        _show(job, rendered)
+        _show(job, rendered, forecast)
         return 0
+    if forecast:
+        log.info(forecast)
     return _submit(job, rendered, scheduler)
 
 
@@ -101,6 +104,9 @@ def _parser() -> UserErrorArgumentParser:
     )
     parser.add_argument(
         "--gpus_per_node", "--gpus-per-node", type=_number, metavar="M", help="GPUs of a node, one process each"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="GPU in the table of megaswift plan (default: the cluster's gpu_type)"
     )
     parser.add_argument("--name", help="name of the job (default: that of the file)")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would be submitted")
@@ -287,6 +293,39 @@ def _saves_by_time_warning(cfg: SwiftConfig) -> Iterator[str]:
         )
 
 
+def _planned(given: argparse.Namespace, job: Job, cfg: SwiftConfig) -> tuple[Job, SwiftConfig, str]:
+    """Choose the layout of `--layout auto`, and forecast memory and time where the GPU is named.
+
+    Returns:
+        Job and run with the chosen options, and a line with the forecast; empty without one.
+
+    Raises:
+        ConfigError: The run does not fit its GPUs.
+    """
+    gpu = given.gpu or job.cluster.get("gpu_type")
+    auto = cfg.parallel.layout == "auto"
+    gpu = gpu or (cfg.parallel.planned_gpu if auto else None)
+    if gpu is None and not auto:
+        return job, cfg, ""
+    if gpu is None:
+        raise ConfigError(Problem("--layout auto", "needs the cluster's GPU", "--gpu h100, or gpu_type of the cluster"))
+    from megaswift.commands.plan import described_model, describes_model
+    from megaswift.parallel.hardware import planned_gpu
+    from megaswift.planner.machine import Machine
+    from megaswift.run.checks.layout_plan import forecast_text, planned_layout, words_of
+
+    world = job.nodes * job.processes_per_node
+    machine = Machine(planned_gpu(gpu), job.processes_per_node)
+    if not auto and not describes_model(cfg):
+        return job, cfg, f"forecast: none, because --model {cfg.model.model} is not on this machine"
+    spec = described_model(cfg)
+    if not auto:
+        return job, cfg, f"forecast: {forecast_text(cfg, spec, machine, world)}"
+    options, text = planned_layout(cfg, spec, machine, world)
+    planned = replace(job, overrides=(*job.overrides, *words_of(options)))
+    return planned, cfg.replace(**options), f"layout auto: {text}"
+
+
 def _check_run(cfg: SwiftConfig, job: Job, scheduler: Scheduler) -> list[Problem]:
     """Check the layout, and where the cluster sees this machine's files, model, data and output directory too.
 
@@ -370,7 +409,9 @@ def _sizes_fix(job: Job, axes: Mapping[str, int]) -> str:
     return ", or ".join(choices)
 
 
-def _show(job: Job, rendered: RenderedJob) -> None:
+def _show(job: Job, rendered: RenderedJob, forecast: str) -> None:
+    if forecast:
+        print(f"# {forecast}")
     print(f"# ---- {job.run_file}\n{job.run_text}")
     for name, text in rendered.files.items():
         print(f"# ---- {job.folder / name}\n{text}")

@@ -149,9 +149,12 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
             log.info(notice)
 
     from megaswift.run.checks.engine_choice import resolve_engine
+    from megaswift.run.checks.layout_plan import resolve_layout
     from megaswift.run.checks.sampler_backend import resolve_sampler_backend
     from megaswift.run.training import preflight, run_training
 
+    cfg, planned = resolve_layout(cfg, world, processes_per_node(cfg.launch, world), tell=first)
+    words = [*words, *planned]
     cfg = resolve_sampler_backend(resolve_engine(cfg, world, tell=first), tell=first)
     preflight(cfg, world)
     if not worker and torchrun_launcher.requests_worker_processes(cfg.launch):
@@ -177,6 +180,11 @@ def process_count(launch: LaunchConfig) -> int:
     if is_launched_worker(os.environ):
         return int(os.environ["WORLD_SIZE"])
     return torchrun_launcher.world_size_of_launch_options(launch)
+
+
+def processes_per_node(launch: LaunchConfig, world: int) -> int:
+    """Return the number of processes of a node, started or planned."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or launch.nproc_per_node or world)
 
 
 def further_problems_of_refused_config(refused: SwiftConfig) -> list[Problem]:

@@ -96,4 +96,5 @@ class Selectors:
 
 
 def _texts(values: tuple[Any, ...]) -> list[str]:
-    return [option_value_text(value) for value in values if value not in (None, "auto")]
+    named = [value for value in values if value not in (None, "auto")]
+    return [option_value_text(value) for value in named or values]

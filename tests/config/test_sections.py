@@ -305,6 +305,8 @@ NEEDS = (
         "cuda_graph_warmup_steps": {"cuda_graph_impl": "local"},
         "moe_pad_expert_input_to_capacity": {"moe_expert_capacity_factor": 1.25},
         "max_resample_times": {"dynamic_sample": True},
+        "layout": {"global_batch_size": 64},
+        "planned_gpu": {"layout": "auto", "global_batch_size": 64},
         "max_turns": {"environment": "e.py:E"},
         "reward_weights": {"reward_funcs": ["format"]},
     }

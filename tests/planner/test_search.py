@@ -24,7 +24,7 @@ from megaswift.planner.search import Plan, Question, flop_formula
 from megaswift.planner.settings import combinations, with_settings
 from megaswift.planner.step_time import TimeModel
 from megaswift.run.checks.fit import settings_left_open, step_options
-from megaswift.run.checks.layout_plan import LAST_RESORTS, options_of_row, plan_run, planned_kernels, row_as_given
+from megaswift.run.checks.layout_plan import LAST_RESORTS, plan_run, planned_kernels, row_as_given
 from tests.planner.questions import H100, H200, run_of, spec_of
 
 
@@ -77,7 +77,7 @@ def test_rows_are_ranked_fit_and_obey_the_rules() -> None:
     assert len(found.rows) == 20 and found.legal > 300 > found.compared
     assert [row.tokens for row in found.rows] == sorted((row.tokens for row in found.rows), reverse=True)
     for row in found.rows:
-        cfg = run_of("llama-3.1-70b", max_length=8192, global_batch_size=2048, **options_of_row(row))
+        cfg = run_of("llama-3.1-70b", max_length=8192, global_batch_size=2048, **row.options())
         request = LayoutRequest.of(cfg.parallel, 512, 8192, cfg.train)
         assert layout_problems(ModelShape.of(spec), request) == []
         assert request.layout == row.layout

@@ -19,6 +19,12 @@ def _lacks_unit(size: str) -> bool:
 
 FIT_CLASHES: tuple[ConflictingOptions, ...] = (
     ConflictingOptions(
+        ("layout", "global_batch_size"),
+        lambda c: c.parallel.layout == "auto" and c.train.global_batch_size is None,
+        "needs the rows of a step: micro-batch and accumulation follow from the layout",
+        "--global_batch_size 64",
+    ),
+    ConflictingOptions(
         ("device_memory",),
         lambda c: c.train.device_memory is not None and byte_size_or_none(c.train.device_memory) is None,
         "must be a size above 0",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import at_least, option
-from megaswift.options.tasks import DATASETS, EVERY_TASK, SUPERVISED
+from megaswift.options.tasks import DATASETS, EVERY_TASK, LANGUAGE, SUPERVISED
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,22 @@ class ParallelConfig:
         unit="ranks",
         only_with={"engine": ("megatron", "auto")},
         neutral=(None, False, 0, (), 1),
+    )
+    layout: str = option(
+        "given",
+        "auto: chosen by the search of megaswift plan (docs/plan.md)",
+        choices=("given", "auto"),
+        tasks=LANGUAGE,
+        only_with={"engine": ("megatron", "auto")},
+        neutral=("given",),
+    )
+    planned_gpu: str | None = option(
+        None,
+        "GPU that layout auto is chosen for, such as h100; default: this machine's",
+        metavar="NAME",
+        tasks=LANGUAGE,
+        only_with={"layout": "auto"},
+        neutral=(None,),
     )
     data_parallel_size: int | None = option(
         None,

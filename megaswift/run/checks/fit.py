@@ -117,12 +117,17 @@ def settings_left_open(cfg: SwiftConfig) -> set[str]:
 def step_options(cfg: SwiftConfig, dp: int) -> StepOptions:
     """Collect the options that decide the memory of a step on `dp` data-parallel ranks."""
     plan = batch_plan(cfg.train, dp)
+    return micro_batch_options(cfg, plan.per_device, plan.accumulation)
+
+
+def micro_batch_options(cfg: SwiftConfig, rows: int, passes: int) -> StepOptions:
+    """Collect the same for a step of so many micro-batches."""
     return StepOptions(
         cfg.model,
         cfg.optim,
         cfg.parallel.distributed_optimizer,
-        rows=plan.per_device,
-        passes=plan.accumulation,
+        rows=rows,
+        passes=passes,
         max_length=cfg.data.max_length,
         lora_dropout=cfg.lora.lora_dropout,
     )

@@ -1,21 +1,32 @@
-"""A run's configuration as a question for the planner, and a row of its answer as options. No torch."""
+"""A run's configuration as a question for the planner, and a row of its answer as options: `--layout auto`, and the row
+of `megaswift submit`.
+
+torch is imported only to look at a device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
+from megaswift import log
+from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine
 from megaswift.errors import ConfigError, Problem
+from megaswift.folders.source import locate_model
 from megaswift.memory.estimate import TrainedModel, uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.models.spec import ModelSpec
+from megaswift.options.values import option_value_text
 from megaswift.parallel.constraints import LayoutRequest
+from megaswift.parallel.hardware import Gpu, planned_gpu
 from megaswift.parallel.te_attention import te_unsupported_attention_features
 from megaswift.planner.machine import Machine
 from megaswift.planner.search import AXES, SPLIT, Plan, Question, Row, search
-from megaswift.run.checks.fit import settings_left_open, step_options
+from megaswift.run.checks.fit import estimate_text, micro_batch_options, settings_left_open
+from megaswift.run.checks.model_spec import model_spec_for_task
 from megaswift.trainers.options.batch_sizes import batch_plan
 
 ROWS_PER_GPU = 4
@@ -76,7 +87,7 @@ def planning_question(
         machine,
         gpus,
         usable_bytes(machine.memory, kernels.cuda),
-        step_options(cfg.replace(global_batch_size=None, gradient_accumulation_steps=None), 1),
+        micro_batch_options(cfg, cfg.train.per_device_train_batch_size, 1),
         global_batch_rows(cfg, gpus)[0],
         LayoutRequest.of(cfg.parallel, gpus, cfg.data.max_length, cfg.train),
         fixed,
@@ -102,11 +113,104 @@ def plan_run(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int, wan
 
 
 def row_as_given(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int) -> Plan:
-    """Return the plan of the run's own layout and settings alone."""
+    """Return the plan of the run's own layout alone, with its own settings or those that `--fit true` would choose."""
     fixed = {*AXES.values(), *SPLIT, "per_device_train_batch_size"}
-    return search(planning_question(cfg, spec, machine, gpus, fixed, ()), 1)
+    left_open = settings_left_open(cfg) if cfg.train.fit else ()
+    return search(planning_question(cfg, spec, machine, gpus, fixed, left_open), 1)
 
 
-def options_of_row(row: Row) -> dict[str, Any]:
-    """Return the options of a row as they are written: without those that are empty."""
-    return {name: value for name, value in row.options().items() if value != ()}
+def options_of_row(cfg: SwiftConfig, row: Row) -> dict[str, Any]:
+    """Return the options of a row as they are written: without those that are empty, and with the engine and the
+    precision that a plan takes for granted."""
+    taken = {"engine": NATIVE, **({"torch_dtype": "bfloat16"} if cfg.model.torch_dtype == "auto" else {})}
+    return {**{name: value for name, value in row.options().items() if value != ()}, **taken}
+
+
+def row_text(row: Row, usable: int) -> str:
+    """Write a row in one line."""
+    return (
+        f"{row.layout.describe()}, {row.passes} micro-batches of {row.rows}: {bytes_text(row.memory.total)} of "
+        f"{bytes_text(usable)} usable; by roofline, not measured: a step takes {row.time.total:.2f} s, "
+        f"{row.tokens:.0f} tokens/s/GPU, bubble {row.time.bubble / row.time.total:.0%}"
+    )
+
+
+def too_large_problem(plan: Plan) -> Problem:
+    """Report that nothing fits, with what is nearest."""
+    q = plan.question
+    what = f"{q.gpus} x {q.machine.gpu.name}"
+    if not plan.too_large:
+        rules = [rule for rule, _ in plan.refused.most_common(1)]
+        return Problem(what, f"no layout is legal: {rules[0] if rules else 'none divides the GPUs'}", "other sizes")
+    row = min(plan.too_large, key=lambda row: row.memory.total)
+    room = f"{bytes_text(q.usable)} usable of a GPU"
+    rule = f"nothing fits {room}: {row.layout.describe()} needs {estimate_text(row.memory).removeprefix('estimate ')}"
+    return Problem(
+        what, rule, "more GPUs, --train_type lora, or a shorter --max_length; megaswift plan shows the parts"
+    )
+
+
+def planned_layout(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int) -> tuple[dict[str, Any], str]:
+    """Choose the layout and the settings of `--layout auto`; return them as options, with a line about them.
+
+    Raises:
+        ConfigError: Nothing fits, or the formulas do not cover the run.
+    """
+    plan = plan_run(cfg, spec, machine, gpus, 1)
+    if not plan.rows:
+        raise ConfigError(too_large_problem(plan))
+    row = plan.rows[0]
+    return {**options_of_row(cfg, row), "layout": "given", "planned_gpu": None}, row_text(row, plan.question.usable)
+
+
+def forecast_text(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int) -> str:
+    """Write what the run's own layout needs and takes; of `--fit true` with the settings that it would choose.
+
+    Raises:
+        ConfigError: It does not fit.
+    """
+    if uncovered := plan_problems(cfg, spec):
+        return f"none, because {uncovered[0].what} {uncovered[0].rule}"
+    plan = row_as_given(cfg, spec, machine, gpus)
+    if not plan.rows:
+        raise ConfigError(too_large_problem(plan))
+    return row_text(plan.rows[0], plan.question.usable)
+
+
+def resolve_layout(cfg: SwiftConfig, gpus: int, gpus_per_node: int, tell: bool) -> tuple[SwiftConfig, list[str]]:
+    """Choose the layout where `--layout auto` leaves it open; return the configuration, and the words that repeat the
+    choice in other processes.
+
+    Raises:
+        ConfigError: The GPU is not known, or nothing fits.
+    """
+    if cfg.parallel.layout != "auto":
+        return cfg, []
+    machine = Machine(_gpu(cfg.parallel.planned_gpu), min(gpus, gpus_per_node))
+    spec = model_spec_for_task(cfg, locate_model(cfg.model, weights=False))
+    options, text = planned_layout(cfg, spec, machine, gpus)
+    if tell:
+        log.info(f"layout auto: {text}")
+    return cfg.replace(**options), words_of(options)
+
+
+def words_of(options: dict[str, Any]) -> list[str]:
+    """Write options as words of a command line."""
+    return [
+        word
+        for name, value in options.items()
+        for word in (f"--{name}", *option_value_text("none" if value is None else value).split())
+    ]
+
+
+def _gpu(name: str | None) -> Gpu:
+    """The row of the named GPU, with this machine's memory if it has one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if name is None:
+            rule = "there is no CUDA device to choose a layout for"
+            raise ConfigError(Problem("--layout auto", rule, "--planned_gpu h100"))
+        return planned_gpu(name)
+    device = torch.cuda.get_device_properties(0)
+    return replace(planned_gpu(name or device.name), memory_gib=device.total_memory / 2**30)

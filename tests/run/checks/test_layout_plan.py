@@ -1,0 +1,87 @@
+"""`--layout auto` of a training command, and forecasts: the choice, the words for other processes, and refusals.
+
+Covers: megaswift/run/checks/layout_plan.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaswift.cli import main
+from megaswift.config import SwiftConfig, load_config
+from megaswift.errors import ConfigError
+from megaswift.models.published.sizes import MODELS
+from megaswift.planner.search import AXES
+from megaswift.run.checks.layout_plan import forecast_text, global_batch_rows, resolve_layout
+from tests.planner.questions import H100, run_of, spec_of
+
+AUTO: dict[str, Any] = {"layout": "auto", "planned_gpu": "h100", "global_batch_size": 64}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(MODELS["llama-3.1-70b"][0]))
+    return tmp_path / "model"
+
+
+def test_a_run_takes_the_choice_and_repeats_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """70 B on 64 GPUs needs model parallelism. The words give the same run in another process, which looks at no
+    GPU."""
+    words = ["--model", str(folder), "--dataset", "d", "--max_length", "4096"]
+    for name, value in AUTO.items():
+        words += [f"--{name}", str(value)]
+    cfg, more = resolve_layout(load_config("sft", words, environ={}), 64, 8, tell=True)
+    assert "layout auto: " in capsys.readouterr().err
+    p = cfg.parallel
+    assert p.tensor_parallel_size * p.pipeline_parallel_size > 2 and p.layout == "given"
+    assert cfg.engine.engine == "megatron" and cfg.model.torch_dtype == "bfloat16"
+    again, none = resolve_layout(load_config("sft", [*words, *more], environ={}), 64, 8, tell=True)
+    assert none == [] and capsys.readouterr().err == ""
+    for name in (*AXES.values(), "per_device_train_batch_size", "gradient_accumulation_steps", "recompute_granularity"):
+        assert again.value(name) == cfg.value(name)
+    assert again.parallel.pipeline_layout == cfg.parallel.pipeline_layout
+    assert global_batch_rows(cfg, 64) == (64, True)
+
+
+def test_without_auto_nothing_changes() -> None:
+    cfg = run_of("qwen3-8b")
+    assert resolve_layout(cfg, 8, 8, tell=True) == (cfg, [])
+
+
+def test_a_machine_without_gpu_needs_a_name(folder: Path) -> None:
+    cfg = SwiftConfig(task="sft", model=str(folder), layout="auto", global_batch_size=64)
+    with pytest.raises(ConfigError, match="there is no CUDA device to choose a layout for") as error:
+        resolve_layout(cfg, 8, 8, tell=True)
+    assert error.value.problems[0].fix == "--planned_gpu h100"
+
+
+def test_what_cannot_fit_is_refused_before_anything_starts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """70 B on two GPUs: by the command, with exit code 2."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": []}\n')
+    words = ["sft", "--model", str(folder), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")]
+    words += ["--layout", "auto", "--planned_gpu", "h100", "--global_batch_size", "64", "--nproc_per_node", "2"]
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    text = capsys.readouterr().err
+    assert "2 x h100: nothing fits 74.8 GiB usable of a GPU" in text and "weights" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_forecasts() -> None:
+    """Of the layout as it is; of --fit with what it would choose."""
+    spec = spec_of("qwen3-8b")
+    text = forecast_text(run_of("qwen3-8b", tp=2, global_batch_size=16), spec, H100, 8)
+    assert text.startswith("TP2 SP DP4, 4 micro-batches of 1: 44.4 GiB of 74.8 GiB usable; by roofline")
+    with pytest.raises(ConfigError, match="nothing fits 74.8 GiB usable"):
+        forecast_text(run_of("qwen3-8b", recompute_granularity="none"), spec, H100, 8)
+    assert forecast_text(run_of("qwen3-8b", fit=True), spec, H100, 8).startswith("DP8, ")
+    uncovered = spec_of("qwen3-next-80b-a3b")
+    assert "does not cover gated delta nets" in forecast_text(run_of("qwen3-next-80b-a3b"), uncovered, H100, 8)
