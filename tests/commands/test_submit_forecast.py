@@ -58,7 +58,9 @@ def test_the_layout_is_chosen_where_it_is_submitted(run: Path, capsys: pytest.Ca
     """The job gets it as options: the run's command is that of the planned layout."""
     text = submit(capsys, "--cluster", "lab", "--nodes", "8", "--layout", "auto")
     assert "# layout auto: TP" in text or "# layout auto: PP" in text
-    command = next(line for line in text.splitlines() if " train " in line and "--tensor_parallel_size" in line + "--pp")
+    command = next(
+        line for line in text.splitlines() if " train " in line and "--tensor_parallel_size" in line + "--pp"
+    )
     words = shlex.split(command)
     given = words[words.index("train") + 2 :]
     given = given[: given.index("none") + 1]  # planned_gpu, the last of them
