@@ -410,7 +410,7 @@ print(total / count, read_lines(Path("out/metrics.jsonl"))[0]["loss"])
 
 def test_a_tracker_takes_two_source_files(package: Copy) -> None:
     """With an option of its own. The package `echo` stands for the tracker's library."""
-    package.replace("trainers/options/tracker.py", '"mlflow", "trackio")', '"mlflow", "trackio", "echo")')
+    package.replace("trainers/options/tracker.py", '"trackio", "prometheus")', '"trackio", "prometheus", "echo")')
     package.insert(
         "trainers/options/tracker.py",
         "wandb_project: str",
@@ -433,7 +433,9 @@ def test_a_tracker_takes_two_source_files(package: Copy) -> None:
         self.session.say("end")
 ''',
     )
-    package.replace("trainers/hooks/trackers.py", '"trackio": Trackio,', '"trackio": Trackio, "echo": Echo,')
+    package.replace(
+        "trainers/hooks/trackers.py", '"prometheus": Prometheus,', '"prometheus": Prometheus, "echo": Echo,'
+    )
     program = (
         REFUSED
         + """
@@ -446,7 +448,7 @@ from megaswift.trainers.hooks.trackers import TrackedRun, tracker_hooks
 words = ["--report_to", "echo", "--echo_title", "a"]
 print(refused("sft", *words), *(p.rule for p in tracker_problems(("echo",))))
 print(refused("sft", "--echo_title", "a"))
-print("trackio | echo]" in " ".join(task_help("sft", "all", 120).split()))
+print("prometheus | echo]" in " ".join(task_help("sft", "all", 120).split()))
 """
     )
     told = package.run(program).splitlines()

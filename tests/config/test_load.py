@@ -164,8 +164,8 @@ def test_the_last_of_two_values_counts() -> None:
         (["--train_type", "longlora"], "must be one of full | lora | qlora"),
         (
             ["--report_to", "wandb", "wandbb"],
-            "--report_to wandb wandbb: wandbb must be one of tensorboard | wandb | swanlab | mlflow | trackio\n"
-            "    try: did you mean",
+            "--report_to wandb wandbb: wandbb must be one of tensorboard | wandb | swanlab | mlflow | trackio | "
+            "prometheus\n    try: did you mean",
         ),
         (["--train_type", "dpo"], "conflicts with the command, which is sft\n    try: megaswift dpo"),
         (["--rlhf_type", "xpo"], "is not a supported task; tasks are sft"),

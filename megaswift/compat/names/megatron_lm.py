@@ -250,7 +250,7 @@ UNSUPPORTED_OF_MEGATRON: tuple[ForeignOptionRow, ...] = (
      "moe_routing_trace_dump_weights", ANY, "it applies to recorded choices of experts only, which are not written",
      ""),
     ("one_logger one_logger_async otel_enabled run_workload_inspector_server", (*OFF, *UNSET),
-     "trackers are tensorboard, wandb, swanlab, mlflow and trackio", "--report_to wandb"),
+     "trackers are tensorboard, wandb, swanlab, mlflow, trackio and prometheus", "--report_to wandb"),
     ("one_logger_project one_logger_run_name app_tag_run_name app_tag_run_version otel_service_name "
      "otel_span_groups", ANY, "it applies to trackers that are not supported", ""),
     ("enable_msc", OFF, "files are read from file systems", LEAVE),

@@ -81,7 +81,7 @@ from megaswift.run.checks.rl import (
 from megaswift.run.checks.torch_engine import native_compiler_problems, torch_engine_machine_problems
 from megaswift.trainers.hub_clients import hub_client_problems
 from megaswift.trainers.options.profiling_checks import profile_rank_problems
-from megaswift.trainers.options.tracker import TRACKERS
+from megaswift.trainers.options.tracker import PACKAGES, TRACKERS
 
 EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",
@@ -331,11 +331,11 @@ def tracker_problems(report_to: Sequence[str]) -> list[Problem]:
     return [
         Problem(
             f"--report_to {name}",
-            f"the package {name} is not installed",
-            f"run pip install {name}, or leave it out of --report_to",
+            f"the package {PACKAGES.get(name, name)} is not installed",
+            f"run pip install {PACKAGES.get(name, name)}, or leave it out of --report_to",
         )
         for name in report_to
-        if name in TRACKERS and importlib.util.find_spec(name) is None
+        if name in TRACKERS and importlib.util.find_spec(PACKAGES.get(name, name)) is None
     ]
 
 

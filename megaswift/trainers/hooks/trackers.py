@@ -1,4 +1,4 @@
-"""`--report_to`: TensorBoard events in OUT/runs, Weights & Biases, SwanLab, MLflow and Trackio.
+"""`--report_to`: TensorBoard events in OUT/runs, Weights & Biases, SwanLab, MLflow, Trackio and Prometheus.
 
 `preflight` refuses a requested tracker that is not installed; none is skipped silently. Once a run has begun, no
 tracker ends or delays it.
@@ -7,6 +7,7 @@ tracker ends or delays it.
 from __future__ import annotations
 
 import collections
+import re
 import secrets
 import sys
 import threading
@@ -487,11 +488,47 @@ class Trackio(TrackerHook):
         self.session.finish()
 
 
+class Prometheus(TrackerHook):
+    """A page for a Prometheus server to read: the latest figures as gauges, labeled with the name of the run."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run.directory)
+        self.run = run
+        self.gauges: dict[str, Any] = {}
+
+    def open(self, step: int) -> Any:
+        """Start to listen; the page begins with the step."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self.registry = CollectorRegistry()
+        self.gauges = {}
+        self.send({}, step)
+        places = self.run.places
+        server, _ = start_http_server(places.prometheus_port, places.prometheus_host, self.registry)
+        return server
+
+    def send(self, scalars: dict[str, float], step: int) -> None:
+        """Set the gauges."""
+        from prometheus_client import Gauge
+
+        for figure, value in {**scalars, "step": float(step)}.items():
+            name = "megaswift_" + re.sub(r"\W", "_", figure, flags=re.ASCII)
+            if name not in self.gauges:
+                self.gauges[name] = Gauge(name, figure, ["run"], registry=self.registry)
+            self.gauges[name].labels(self.run.title).set(value)
+
+    def end(self) -> None:
+        """Stop to listen."""
+        self.session.shutdown()
+        self.session.server_close()
+
+
 ONLINE: dict[str, Callable[[TrackedRun], TrackerHook]] = {
     "wandb": WandB,
     "swanlab": SwanLab,
     "mlflow": MLflow,
     "trackio": Trackio,
+    "prometheus": Prometheus,
 }
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from megaswift.options.option import option
 from megaswift.options.tasks import EVERY_TASK
 
-TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
-"""Values of `report_to`. Each is also the name of the package that it needs, and of its folder in the output folder."""
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio", "prometheus")
+"""Values of `report_to`. Each is also the name of the package that it needs, unless `PACKAGES` has another, and of its
+folder in the output folder."""
+PACKAGES = {"prometheus": "prometheus_client"}
 
 
 @dataclass(frozen=True)
@@ -73,4 +75,13 @@ class TrackerConfig:
         "Trackio: Hugging Face Space that gets the run; default: none, a local store",
         metavar="OWNER/NAME",
         only_with={"report_to": "trackio"},
+    )
+    prometheus_port: int = option(
+        9464, "Prometheus: port of http://HOST:PORT/metrics on rank 0", only_with={"report_to": "prometheus"}
+    )
+    prometheus_host: str = option(
+        "127.0.0.1",
+        "Prometheus: address to listen on; 0.0.0.0: all networks, no password",
+        metavar="HOST",
+        only_with={"report_to": "prometheus"},
     )

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from megaswift.trainers.hooks import trackers
 from megaswift.trainers.hooks.metrics import MetricsJsonlHook, ThroughputFormula, read_lines
 from megaswift.trainers.hooks.trackers import (
     WRITER_THREAD,
+    Prometheus,
     TensorBoard,
     TrackedRun,
     TrackerHook,
@@ -35,6 +37,7 @@ from megaswift.trainers.hooks.trackers import (
     tracker_hooks,
 )
 from megaswift.trainers.loop import train
+from megaswift.trainers.options.tracker import TrackerConfig
 from tests.sources import ROOT
 from tests.trainers.tiny import tiny_loop
 
@@ -313,6 +316,39 @@ def test_a_full_disk_under_the_writer_thread_is_one_warning(
     assert "Traceback" not in said and said.count("warning") == 1 and "TensorBoard failed (OSError" in said
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [e.step for e in events.Scalars("train/loss")][-2:] == [2, 3]
+
+
+def test_prometheus_reads_the_latest_figures(tmp_path: Path) -> None:
+    """Its own parser reads the page; a server that ended frees its port for the next."""
+    from urllib.request import urlopen
+
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = TrackedRun(tmp_path, {}, 'a "run"', TrackerConfig(prometheus_port=port))
+    for _ in range(2):
+        (hook,) = tracker_hooks(("prometheus",), run)
+        assert isinstance(hook, Prometheus)
+        hook.on_start(SimpleNamespace(step=3))
+        hook.on_log(SimpleNamespace(), {"step": 4, "loss": 1.5, "time/training": 0.5, "name": "x"})
+        hook.on_log(SimpleNamespace(), {"step": 5, "loss": 1.25})
+        hook.on_evaluate(SimpleNamespace(), {"step": 5, "loss": 2.0})
+        wait_until(lambda hook=hook: "megaswift_eval_loss" in hook.gauges)
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            page = answer.read().decode()
+        (server,) = {hook.session.server_address[0]}
+        found = {(s.name, s.labels["run"]): s.value for f in text_string_to_metric_families(page) for s in f.samples}
+        assert server == "127.0.0.1" and found == {
+            ("megaswift_step", 'a "run"'): 5.0,
+            ("megaswift_train_loss", 'a "run"'): 1.25,
+            ("megaswift_train_time_training", 'a "run"'): 0.5,
+            ("megaswift_eval_loss", 'a "run"'): 2.0,
+        }
+        hook.close()
+    with pytest.raises(OSError, match="refused"):
+        urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
