@@ -1,7 +1,4 @@
-"""The figures of docs/plan.md are what its script computes.
-
-Covers: scripts/plan_figures.py.
-"""
+"""The figures of docs/plan.md are what its script computes."""
 
 from __future__ import annotations
 
