@@ -95,10 +95,10 @@ def test_what_fits_a_card_of_139_gib(name: str, tmp_path: Path) -> None:
     case, usable = parse_case(name), usable_bytes(139 * 2**30, True)
     cfg, raw = megaswift_config(case, tmp_path, False, 4, True), config_of(case, False)
     spec = family_of(raw).spec(raw)
-    assert not list(uncovered_features(cfg.model, spec, None, False))
     assert cfg.model.moe_grouped_gemm_impl == ("transformer_engine" if name.endswith("te_grouped") else "auto")
     products = TORCH if case.method == "qlora" else TRANSFORMER_ENGINE
     kernels = ComputeKernels(products, TRANSFORMER_ENGINE, "bfloat16", True)
+    assert not list(uncovered_features(cfg.model, spec, kernels, None, False))
     chosen = choose_settings_for_run(cfg, parameters_of(cfg, spec, Layout(1), kernels), usable)
     assert isinstance(chosen, FitChoice) and chosen.after.total <= usable
     assert cfg.replace(**chosen.settings).model.fp8_format == cfg.model.fp8_format, "the rules allow it"

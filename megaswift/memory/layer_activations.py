@@ -62,6 +62,20 @@ def _norm(setup: MicrobatchSetup, name: str, rows: int, width: int, trains: bool
     return kept | ({f"{name} normed": setup.width * elements} if trains else {})
 
 
+def _block_norms(setup: MicrobatchSetup, name: str) -> Kept:
+    """The norm before attention or an MLP, and that of its output, where the model has them."""
+    features = setup.spec.features
+    rows = setup.residual_tokens
+    hidden = setup.spec.hidden_size
+    kept = _norm(setup, name, rows, hidden, setup.parts.full) if features.pre_norm else {}
+    return kept | (_norm(setup, f"{name} of output", rows, hidden, setup.parts.full) if features.post_norm else {})
+
+
+def _norm_over_all_heads(name: str, rows: int, width: int) -> Kept:
+    """Ours under either kernels, in float32: input and normed rows, sum of squares and 1 / rms."""
+    return {f"{name} input": 4 * rows * width, f"{name} normed": 4 * rows * width, f"{name} 1/rms": 8 * rows}
+
+
 def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, shared: bool = False) -> Kept:
     """The input of a linear layer: kept for the gradient of its weight or of its adapters, whose dropout keeps a mask
     and a copy of its own. `shared`: another operation keeps the same tensor."""
@@ -101,12 +115,13 @@ def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
     k = setup.kv_heads * spec.head_dim
     full = setup.parts.full
     torch_attention = setup.kernels.attention == TORCH
-    kept = _norm(setup, "attention norm", setup.residual_tokens, spec.hidden_size, full)
+    kept = _block_norms(setup, "attention norm")
     kept |= _input(setup, layer, QKV, setup.residual_tokens * spec.hidden_size)
-    if spec.qk_norm:
-        wide = spec.features.qk_norm_width == "all"
-        kept |= _norm(setup, "query norm", t if wide else t * setup.heads, a if wide else spec.head_dim, full)
-        kept |= _norm(setup, "key norm", t if wide else t * setup.kv_heads, k if wide else spec.head_dim, full)
+    if spec.qk_norm and spec.features.qk_norm_width == "all":
+        kept |= _norm_over_all_heads("query norm", t, a) | _norm_over_all_heads("key norm", t, k)
+    elif spec.qk_norm:
+        kept |= _norm(setup, "query norm", t * setup.heads, spec.head_dim, full)
+        kept |= _norm(setup, "key norm", t * setup.kv_heads, spec.head_dim, full)
     keys = t * k
     if torch_attention:
         kept["cosine and sine"] = 4 * w * setup.positions * int(spec.rotated_width * spec.rope.partial)
@@ -156,7 +171,7 @@ def _latent_attention(setup: MicrobatchSetup, layer: int) -> Kept:
     full = setup.parts.full
     queries = spec.latent_queries // setup.layout.tp
     values = setup.head_width
-    kept = _norm(setup, "attention norm", r, spec.hidden_size, full)
+    kept = _block_norms(setup, "attention norm")
     kept |= {"down projections input": w * r * spec.hidden_size}
     if spec.q_rank:
         kept |= _norm(setup, "query norm", r, spec.q_rank, full) | {"query up input": w * r * spec.q_rank}
@@ -177,7 +192,7 @@ def _mlp(setup: MicrobatchSetup, layer: int) -> Kept:
     r = setup.residual_tokens
     w = setup.width
     f = spec.ffn // setup.layout.tp
-    kept = _norm(setup, "mlp norm", r, spec.hidden_size, setup.parts.full)
+    kept = _block_norms(setup, "mlp norm")
     kept |= _input(setup, layer, FC1, r * spec.hidden_size)
     kept["inner"] = w * t * first_width(setup, f)
     kept |= _input(setup, layer, FC2, t * f)
@@ -193,7 +208,7 @@ def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
     w = setup.width
     e = spec.expert_ffn // setup.layout.etp
     torch_experts = setup.kernels.linear == TORCH
-    kept = _norm(setup, "mlp norm", r, spec.hidden_size, setup.parts.full)
+    kept = _block_norms(setup, "mlp norm")
     kept["router input"] = w * r * spec.hidden_size
     kept["router and order"] = r * (24 * spec.topk + 12 * spec.experts + 4)
     kept |= _input(setup, layer, EXPERT_FC1, m * spec.hidden_size)

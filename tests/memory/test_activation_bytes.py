@@ -216,6 +216,34 @@ def test_kept_tensors_of_transformer_engine(model: str, options: dict[str, Any],
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        ("deepseek_v3", "single"),
+        ("minimax_m2", "single"),
+        *(
+            pytest.param(variant, layout, marks=pytest.mark.slow)
+            for variant, layout in (
+                ("deepseek_v3", "tp2 sp"),
+                ("deepseek_v3", "dp2 ep2"),
+                ("deepseek_v3", "pp2"),
+                ("deepseek_v3", "cp2"),
+                ("deepseek_v2", "single"),
+                ("glm4_moe_lite", "single"),
+                ("glm4", "single"),
+                ("exaone4", "single"),
+                ("olmo2", "single"),
+            )
+        ),
+    ],
+)
+def test_families_of_transformer_engine(variant: str, layout: str, te_pool: Pool, folders: Path) -> None:
+    """Latent attention, norms over all heads, norms behind attention and MLP."""
+    folder = build(variant, folders / variant)
+    check(CountedRun(f"{variant} {layout}", folder, ROWS | TE), te_pool, TRANSFORMER_ENGINE)
+
+
+@pytest.mark.process
 def test_what_fit_chooses_for_8b_keeps_what_the_formulas_say(te_pool: Pool, folders: Path) -> None:
     """docs/memory.md: the precision-aware optimizer with MLPs computed again."""
     chosen = {"precision_aware_optimizer": True, **selective("mlp")}

@@ -14,6 +14,7 @@ from megaswift.config import SwiftConfig
 from megaswift.families import family_of
 from megaswift.memory.estimate import uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
+from megaswift.models.published.deepseek import DEEPSEEK_V3
 from megaswift.models.published.dense import GEMMA_2_2B
 from megaswift.models.published.sizes import MODELS
 from megaswift.models.spec import ModelSpec
@@ -29,6 +30,7 @@ PARAMETERS = 8_190_735_360
 """By the model card 8.2 B; counted by hand: 2 x 151,936 x 4,096 for embedding and head, 36 layers of 4,096 x (4,096 +
 2 x 1,024) + 4,096 x 4,096 + 3 x 4,096 x 12,288 + 2 x 4,096 + 2 x 128, and the last norm."""
 GPU = ComputeKernels(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "bfloat16", True)
+ON_TORCH = ComputeKernels(TORCH, TORCH, "bfloat16", True)
 QLORA = ComputeKernels(TORCH, TRANSFORMER_ENGINE, "bfloat16", True)
 FULL = {"recompute_granularity": "full", "recompute_modules": ()}
 
@@ -189,10 +191,14 @@ def test_a_stage_and_a_shard_need_less() -> None:
 
 def test_what_the_formulas_do_not_cover_is_named() -> None:
     model = SwiftConfig(task="sft").model
-    assert list(uncovered_features(model, spec_of(QWEN3_8B), "folder", False)) == [], "no adapter trains"
-    assert list(uncovered_features(model, spec_of(MOE), None, True)) == ["--tp_comm_overlap"]
+    assert list(uncovered_features(model, spec_of(QWEN3_8B), GPU, "folder", False)) == [], "no adapter trains"
+    assert list(uncovered_features(model, spec_of(MOE), GPU, None, True)) == ["--tp_comm_overlap"]
     lora = SwiftConfig(task="sft", train_type="lora").model
-    assert list(uncovered_features(lora, spec_of(MOE), "folder", False)) == ["--adapters"]
+    assert list(uncovered_features(lora, spec_of(MOE), GPU, "folder", False)) == ["--adapters"]
     fp8 = SwiftConfig(task="sft", fp8_format="hybrid", fp8_param_gather=True).model
-    found = list(uncovered_features(fp8, spec_of(GEMMA_2_2B), None, False))
+    found = list(uncovered_features(fp8, spec_of(GEMMA_2_2B), GPU, None, False))
     assert any("soft caps" in name for name in found) and "--fp8_param_gather" in found
+    deepseek = spec_of(DEEPSEEK_V3)
+    assert list(uncovered_features(model, deepseek, GPU, None, False)) == []
+    assert "latent attention on torch's layers" in next(uncovered_features(model, deepseek, ON_TORCH, None, False))
+    assert "latent attention with adapters" in next(uncovered_features(lora, deepseek, GPU, None, False))

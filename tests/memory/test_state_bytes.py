@@ -144,6 +144,17 @@ def test_copies_of_weights_in_fp8(model: str, options: dict[str, Any], te_pool: 
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    "text", ["tp2 sp", *(pytest.param(text, marks=pytest.mark.slow) for text in ("single", "dp2 ep2", "pp2"))]
+)
+def test_latent_attention(text: str, pool: Pool, folders: Path) -> None:
+    """Down projections lie whole on every tensor-parallel rank."""
+    run = CountedRun(f"deepseek_v3 {text}", build("deepseek_v3", folders / "deepseek"), HALF)
+    ranks, stages = counted(run, pool), computed(run)
+    assert ranks == [held(stages[i * len(stages) // run.world]) for i in range(run.world)]
+
+
+@pytest.mark.process
 def test_padding_of_shards_counts(pool: Pool, folders: Path) -> None:
     """A model of odd sizes: weights and gradients exactly, of the states at most the padding of the buffer too much."""
     run = CountedRun("dense dp2 do", build("dense", folders / "odd"), HALF)

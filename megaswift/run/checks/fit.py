@@ -31,7 +31,10 @@ def fit_problems(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> list[Prob
     the ranks."""
     if not cfg.train.fit:
         return []
-    if uncovered := list(uncovered_features(cfg.model, spec, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
+    from megaswift.run.engines import native_kernels
+
+    kernels = native_kernels(cfg, spec, layout)
+    if uncovered := list(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         return [Problem(FIT, rule, "--fit false, and choose recompute_granularity and optimizer options yourself")]
     memory = _given_memory(cfg.train.device_memory)

@@ -49,13 +49,14 @@ def planned_kernels(cfg: SwiftConfig, spec: ModelSpec) -> ComputeKernels:
 
 def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Report why a run cannot be planned."""
+    kernels = planned_kernels(cfg, spec)
     problems = []
     if cfg.task not in ("sft", "pt"):
         problems.append(Problem(f"task {cfg.task}", "is not covered by the formulas of plans", "--task sft or pt"))
     if requested_engine(cfg) not in (NATIVE, AUTO):
         rule = "plans are for the native engine"
         problems.append(Problem(f"--engine {cfg.engine.engine}", rule, "--engine megatron, or leave it out"))
-    if uncovered := list(uncovered_features(cfg.model, spec, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
+    if uncovered := list(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "plan with a similar model, or without the option"))
     return problems
