@@ -26,7 +26,7 @@ from megaswift.models.spec import ModelSpec
 from megaswift.options.spelling import errors_as_typed
 from megaswift.parallel.hardware import hardware_yaml, planned_gpu
 from megaswift.planner.machine import Machine
-from megaswift.run.checks.layout_plan import global_batch_rows, options_of_row, plan_run
+from megaswift.run.checks.layout_plan import IMBALANCE, global_batch_rows, options_of_row, plan_run
 from megaswift.run.checks.model_spec import model_spec_for_task
 
 USAGE = """\
@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
     words = [given.what, *rest] if named else ["--model", given.what, *rest]
     cfg = load_config(given.task or (None if named else "sft"), words, environ={})
     with errors_as_typed(cfg.typed, NAMES):
-        plan = plan_run(cfg, described_model(cfg), machine, given.gpus, max(given.top, given.row))
+        wanted = max(given.top, given.row)
+        plan = plan_run(cfg, described_model(cfg), machine, given.gpus, wanted, given.expert_imbalance)
     report = PlanReport(plan, cfg, given.storage_gbps, global_batch_rows(cfg, given.gpus)[1])
     print(report.text(given.top, given.row))
     if given.output is not None:
@@ -98,6 +99,14 @@ def _parser() -> UserErrorArgumentParser:
         metavar="GBPS",
         help="rate at which all nodes together write checkpoints, in Gbit/s: adds the seconds of a checkpoint",
     )
+    parser.add_argument(
+        "--expert_imbalance",
+        "--expert-imbalance",
+        type=float,
+        default=IMBALANCE,
+        metavar="X",
+        help=f"tokens of the fullest expert-parallel rank over an even choice of experts (default: {IMBALANCE})",
+    )
     parser.add_argument("--top", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
     parser.add_argument("--row", type=int, default=1, metavar="N", help="the row whose parts are shown (default: 1)")
     parser.add_argument("--yaml", metavar="FILE", help="write that row as a run's configuration")
@@ -114,7 +123,7 @@ def _problems(given: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--gpus", "is missing", "--gpus 8")
     if given.gpu is None:
         yield Problem("--gpu", "is missing", "--gpu h100")
-    for name in ("gpus", "gpus_per_node", "top", "row", "network_gbps", "storage_gbps"):
+    for name in ("gpus", "gpus_per_node", "top", "row", "network_gbps", "storage_gbps", "expert_imbalance"):
         value = getattr(given, name)
         if value is not None and value <= 0:
             yield Problem(f"--{name} {value}", "is not a positive number", f"--{name} 8")

@@ -15,7 +15,6 @@ from megaswift.config import SwiftConfig
 from megaswift.config.sections import OPTIONS
 from megaswift.config.swift_config import config_yaml_text
 from megaswift.memory.checkpoint_bytes import checkpoint_bytes
-from megaswift.memory.estimate import MemoryEstimate
 from megaswift.planner.search import Plan, Row
 from megaswift.planner.settings import Settings, with_settings
 from megaswift.run.checks.fit import settings_text
@@ -85,7 +84,7 @@ class PlanReport:
             str(number),
             layout_text(row),
             f"{row.passes} x {row.rows}",
-            f"{row.memory.total / GIB:.1f}",
+            f"{row.needed / GIB:.1f}",
             f"{row.time.total:.2f}",
             f"{row.tokens:.0f}",
             f"{row.tflops:.0f}",
@@ -95,7 +94,7 @@ class PlanReport:
 
     def _parts(self, number: int, row: Row) -> str:
         total = row.time.total
-        memory = [(name, bytes_text(size)) for name, size in memory_parts(row.memory).items() if size]
+        memory = [(name, bytes_text(size)) for name, size in memory_parts(row).items() if size]
         axes = {"tensor parallel": "tp", "context parallel": "cp", "all-to-all": "ep", "data parallel": "dp"}
         axes["pipeline messages"] = "pp"
         time = []
@@ -114,7 +113,7 @@ class PlanReport:
             [
                 f"row {number}: {flags}",
                 f"memory of a GPU on stage {row.memory.stage + 1} of {row.layout.pp}, the fullest: "
-                f"{bytes_text(row.memory.total)}",
+                f"{bytes_text(row.needed)}",
                 textwrap.indent(_table(memory), "  "),
                 f"a step: {total * 1e3:.0f} ms",
                 textwrap.indent(_table(time), "  "),
@@ -127,10 +126,10 @@ class PlanReport:
         if self.plan.too_large:
             lines.append("faster, but too large:" if self.plan.rows else "nothing fits; the least that layouts need:")
             for row in self.plan.too_large:
-                part, size = max(memory_parts(row.memory).items(), key=lambda pair: pair[1])
+                part, size = max(memory_parts(row).items(), key=lambda pair: pair[1])
                 lines.append(
                     f"  {layout_text(row)}: {row.tokens:.0f} tokens/s/GPU if it fitted, but at least "
-                    f"{bytes_text(row.memory.total)} ({short_settings(row.settings) or 'as it is'}), of which {part} "
+                    f"{bytes_text(row.needed)} ({short_settings(row.settings) or 'as it is'}), of which {part} "
                     f"{bytes_text(size)}"
                 )
         if self.plan.refused:
@@ -164,8 +163,8 @@ class PlanReport:
         return {
             "layout": row.layout.describe(),
             "options": options_of_row(self.cfg, row),
-            "memory_bytes": row.memory.total,
-            "memory_by_part": memory_parts(row.memory),
+            "memory_bytes": row.needed,
+            "memory_by_part": memory_parts(row),
             "fullest_stage": row.memory.stage,
             "step_seconds": row.time.total,
             "seconds_by_part": row.time.parts(),
@@ -203,7 +202,7 @@ class PlanReport:
         figure = Figure(figsize=(13, 2.2 + 0.42 * len(rows)), dpi=120, layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         names = [f"{i}  {layout_text(row)}" for i, row in enumerate(rows, 1)]
-        _stack(left, names, [{n: size / GIB for n, size in memory_parts(row.memory).items()} for row in rows])
+        _stack(left, names, [{n: size / GIB for n, size in memory_parts(row).items()} for row in rows])
         usable = self.plan.question.usable / GIB
         left.axvline(usable, color=INK, linewidth=1, linestyle="--")
         left.set_xlabel(f"GiB of the fullest GPU (dashed: {usable:.0f} usable)", color=INK, fontsize=9)
@@ -214,8 +213,9 @@ class PlanReport:
             figure.savefig(fresh, format="png")
 
 
-def memory_parts(memory: MemoryEstimate) -> dict[str, int]:
-    """Returns the bytes of an estimate by part."""
+def memory_parts(row: Row) -> dict[str, int]:
+    """Returns the bytes of the fullest GPU by part."""
+    memory = row.memory
     held = memory.held
     activations = memory.activations
     return {
@@ -229,6 +229,7 @@ def memory_parts(memory: MemoryEstimate) -> dict[str, int]:
         "vocabulary head": activations.head,
         "working memory": activations.working,
         "batches": activations.batches,
+        "communicators": row.communicators,
     }
 
 

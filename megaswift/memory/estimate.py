@@ -24,6 +24,8 @@ from megaswift.parallel.pipeline_split import ModelChunk, PipelineSplit, model_c
 
 CONTEXT = 1 << 30
 """Bytes of a GPU that CUDA, cuBLAS and NCCL take. An assumption, not measured here."""
+COMMUNICATOR = 256 << 20
+"""Bytes of a GPU for each NCCL communicator of several ranks. An assumption, not measured here."""
 FRAGMENTED = 0.04
 """Share of a device that allocations leave in pieces too small to use. An assumption, not measured here."""
 
@@ -126,6 +128,16 @@ class RunParameters:
             setup = MicrobatchSetup(options, self.spec, self.layout, self.kernels, self.parts)
             self._activations[key] = activation_bytes(setup, stage, self.stages[stage], options.passes)
         return self._activations[key]
+
+
+def communicator_bytes(layout: Layout) -> int:
+    """Returns the bytes of a GPU that the communicators of its groups take: of all ranks, of a model's ranks, and of
+    each axis."""
+    axes = ["tp", "cp", "dp", "pp"]
+    if layout.ep * layout.etp > 1:
+        axes += ["ep", "etp", "edp"]
+    groups = sum(layout.size(axis) > 1 for axis in axes)
+    return COMMUNICATOR * (groups + (layout.world_size > 1) + (layout.tp > 1 and layout.pp > 1))
 
 
 def usable_bytes(device_memory: int, cuda: bool) -> int:

@@ -88,12 +88,12 @@ class MicrobatchSetup:
 
     @property
     def expert_tokens(self) -> int:
-        """Rows of the products of this rank's experts, where the router spreads the tokens evenly: each token goes to
-        `topk` experts, and expert-tensor-parallel ranks gather theirs. Padded to their capacity they have it all."""
+        """Rows of the products of the fullest rank's experts: each token goes to `topk` experts, and
+        expert-tensor-parallel ranks gather theirs. Padded to their capacity they have it all."""
         even = self.residual_tokens * self.spec.topk * self.layout.etp
         factor = self.options.model.moe_expert_capacity_factor
         if factor is None:
-            return even
+            return int(even * self.options.expert_imbalance) if self.layout.ep > 1 else even
         padded = self.options.model.moe_pad_expert_input_to_capacity
         return int(even * (factor if padded else min(1.0, factor)))
 

@@ -23,3 +23,5 @@ class StepOptions:
     max_length: int
     """Tokens of a row, as long as the data may be."""
     lora_dropout: float
+    expert_imbalance: float = 1.0
+    """Tokens of the fullest expert-parallel rank over those of an even choice of experts."""

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megaswift.memory.estimate import MemoryEstimate, RunParameters, TrainedModel
+from megaswift.memory.estimate import MemoryEstimate, RunParameters, TrainedModel, communicator_bytes
 from megaswift.memory.state_bytes import state_bytes_per_element
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.flops import StepFlopFormula, mixer_flop_sizes
@@ -80,11 +80,18 @@ class Row:
     """Micro-batches of a step."""
     settings: Settings
     memory: MemoryEstimate
+    communicators: int
+    """Bytes of a GPU beside these."""
     time: StepTime
     tokens: float
     """Per second and GPU."""
     tflops: float
     """Of the model, per GPU."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the fullest GPU."""
+        return self.memory.total + self.communicators
 
     def options(self) -> dict[str, Any]:
         """The options of this row, by name."""
@@ -160,6 +167,7 @@ def search(question: Question, wanted: int = 20) -> Plan:
             options.passes,
             settings,
             memory,
+            communicator_bytes(layout.run.layout),
             forecast,
             tokens / forecast.total,
             flops / forecast.total / TERA,
@@ -227,13 +235,14 @@ def _least_work(tried: Sequence[_Tried]) -> list[StepOptions]:
 def _best(question: Question, layout: _Layout) -> tuple[_Tried, MemoryEstimate, StepTime] | None:
     """The settings that fit and add least to a step, with memory and time; None where none fits."""
     run = layout.run
+    usable = question.usable - communicator_bytes(run.layout)
     smallest = min(layout.tried, key=lambda one: _need(*one))
-    if run.estimate(smallest[1]).total > question.usable:
+    if run.estimate(smallest[1]).total > usable:
         return None
     forecasts = [layout.time.step(options) for _, options in layout.tried]
     for i in cheapest_first(layout.tried, [forecast.total for forecast in forecasts]):
         memory = run.estimate(layout.tried[i][1])
-        if memory.total <= question.usable:
+        if memory.total <= usable:
             return layout.tried[i], memory, forecasts[i]
     return None
 

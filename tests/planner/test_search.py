@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megaswift.memory.checkpoint_bytes import checkpoint_bytes
-from megaswift.memory.estimate import TrainedModel
+from megaswift.memory.estimate import COMMUNICATOR, TrainedModel, communicator_bytes
 from megaswift.parallel.checks import layout_problems
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.layout import Layout
@@ -50,7 +50,7 @@ def everything(question: Question) -> Iterator[tuple[float, int, str]]:
                 options = with_settings(now, settings)
                 run = replace(question.model, places={}).on(layout, PipelineSplit())
                 seconds = TimeModel(question.machine).on(run).step(options).total
-                yield seconds, run.estimate(options).total, layout.describe()
+                yield seconds, run.estimate(options).total + communicator_bytes(layout), layout.describe()
 
 
 @pytest.mark.parametrize("given", [{}, {"recompute_granularity": "none", "precision_aware_optimizer": False}], ids=str)
@@ -81,11 +81,11 @@ def test_rows_are_ranked_fit_and_obey_the_rules() -> None:
         request = LayoutRequest.of(cfg.parallel, 512, 8192, cfg.train)
         assert layout_problems(ModelShape.of(spec), request) == []
         assert request.layout == row.layout
-        assert row.memory.total <= found.question.usable
+        assert row.needed <= found.question.usable
         assert row.rows * row.passes * row.layout.dp == 2048
         assert row.tokens == pytest.approx(2048 * 8192 / 512 / row.time.total)
     assert len({(r.layout.tp, r.layout.pp, r.layout.cp) for r in found.rows}) == 20, "model chunks alone are one row"
-    assert found.too_large and all(row.memory.total > found.question.usable for row in found.too_large)
+    assert found.too_large and all(row.needed > found.question.usable for row in found.too_large)
     assert all(row.tokens > found.rows[0].tokens for row in found.too_large)
 
 
@@ -112,6 +112,28 @@ def test_nothing_fits() -> None:
     found = plan("llama-3.1-405b", 8)
     assert not found.rows and 0 < len(found.too_large) <= 5
     assert min(row.memory.total for row in found.too_large) > found.question.usable
+
+
+def test_communicators_are_counted_by_groups() -> None:
+    """TP2 PP8 EP32 on 256 GPUs: all ranks, a model's, tp, pp, dp, ep; experts have one replica."""
+    assert communicator_bytes(Layout(1)) == 0
+    assert communicator_bytes(Layout(8)) == 2 * COMMUNICATOR
+    assert communicator_bytes(Layout(256, tp=2, pp=8, ep=32, sequence_parallel=True)) == 6 * COMMUNICATOR
+
+
+def test_uneven_experts_need_more() -> None:
+    """Of the activations of 30 B on 8 expert-parallel ranks those of experts grow, by as much as their share; without
+    expert parallelism each rank has all of its tokens."""
+    spec = spec_of("qwen3-30b-a3b")
+    cfg = run_of("qwen3-30b-a3b", global_batch_size=32, ep=8, tp=1, pp=1, cp=1)
+    even, uneven = (plan_run(cfg, spec, H200, 8, 1, imbalance).rows[0] for imbalance in (1.0, 1.5))
+    rows = 4096 * 8 * (2048 + 3 * 768) * 2
+    grown = uneven.memory.activations.kept - even.memory.activations.kept
+    assert grown == pytest.approx(0.5 * 48 * rows * even.rows, rel=0.01)
+    assert uneven.time.passes.all_to_all == pytest.approx(1.5 * even.time.passes.all_to_all)
+    alone = run_of("qwen3-30b-a3b", train_type="lora", global_batch_size=32, ep=1)
+    one, other = (plan_run(alone, spec, H200, 8, 1, imbalance).rows[0] for imbalance in (1.0, 1.5))
+    assert one.memory == other.memory
 
 
 def test_a_run_s_own_layout() -> None:

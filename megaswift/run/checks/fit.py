@@ -9,7 +9,14 @@ from __future__ import annotations
 from megaswift.base.byte_size import byte_size_or_none, bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.errors import ConfigError, Problem
-from megaswift.memory.estimate import MemoryEstimate, RunParameters, TrainedModel, uncovered_features, usable_bytes
+from megaswift.memory.estimate import (
+    MemoryEstimate,
+    RunParameters,
+    TrainedModel,
+    communicator_bytes,
+    uncovered_features,
+    usable_bytes,
+)
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
 from megaswift.options.values import option_value_text
@@ -42,7 +49,7 @@ def fit_problems(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> list[Prob
         rule = "there is no CUDA device whose memory could be read"
         return [] if _cuda() else [Problem(FIT, rule, "--device_memory 80GiB, or --fit false")]
     chosen = _choice(cfg, spec, layout, memory)
-    return [_no_fit_problem(cfg, chosen, memory)] if isinstance(chosen, NoFit) else []
+    return [_no_fit_problem(cfg, chosen, memory, layout)] if isinstance(chosen, NoFit) else []
 
 
 def fit_to_device(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> tuple[SwiftConfig, str]:
@@ -59,8 +66,9 @@ def fit_to_device(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> tuple[Sw
     memory = _given_memory(cfg.train.device_memory) or _smallest_gpu()
     chosen = _choice(cfg, spec, layout, memory)
     if isinstance(chosen, NoFit):
-        raise ConfigError(_no_fit_problem(cfg, chosen, memory))
-    return cfg.replace(**chosen.settings) if chosen.settings else cfg, fit_text(chosen, memory, _cuda())
+        raise ConfigError(_no_fit_problem(cfg, chosen, memory, layout))
+    usable = _usable(memory, layout, _cuda())
+    return cfg.replace(**chosen.settings) if chosen.settings else cfg, fit_text(chosen, memory, usable)
 
 
 def _cuda() -> bool:
@@ -89,7 +97,11 @@ def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> F
     split = PipelineSplit.from_config(cfg.parallel)
     parameters = TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, split)
 
-    return choose_settings_for_run(cfg, parameters, usable_bytes(memory, kernels.cuda), _machine(kernels.cuda))
+    return choose_settings_for_run(cfg, parameters, _usable(memory, layout, kernels.cuda), _machine(kernels.cuda))
+
+
+def _usable(memory: int, layout: Layout, cuda: bool) -> int:
+    return usable_bytes(memory, cuda) - (communicator_bytes(layout) if cuda else 0)
 
 
 def _machine(cuda: bool) -> Machine:
@@ -141,9 +153,9 @@ def settings_text(settings: Settings) -> str:
     return " ".join(f"--{name} {option_value_text(value)}" for name, value in settings.items() if value != ())
 
 
-def fit_text(chosen: FitChoice, memory: int, cuda: bool) -> str:
+def fit_text(chosen: FitChoice, memory: int, usable: int) -> str:
     """`estimate 127 GiB of ...`, then the choice and its reason."""
-    room = f"{bytes_text(usable_bytes(memory, cuda))} usable ({bytes_text(memory)} a device)"
+    room = f"{bytes_text(usable)} usable ({bytes_text(memory)} a device)"
     lines = [f"{estimate_text(chosen.after)}; {room}"]
     if chosen.settings:
         before = bytes_text(chosen.before.total)
@@ -181,8 +193,8 @@ def estimate_text(estimate: MemoryEstimate) -> str:
     return f"estimate {bytes_text(estimate.total)}: {listed}"
 
 
-def _no_fit_problem(cfg: SwiftConfig, none: NoFit, memory: int) -> Problem:
-    room = bytes_text(usable_bytes(memory, _cuda()))
+def _no_fit_problem(cfg: SwiftConfig, none: NoFit, memory: int, layout: Layout) -> Problem:
+    room = bytes_text(_usable(memory, layout, _cuda()))
     rule = f"no settings fit {room} usable of a device with {bytes_text(memory)}; {estimate_text(none.before)}"
     if none.nearest:
         rule += f". With {settings_text(none.nearest)} it would still be {bytes_text(none.least.total)}"

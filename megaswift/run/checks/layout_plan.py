@@ -29,6 +29,8 @@ from megaswift.run.checks.fit import estimate_text, micro_batch_options, setting
 from megaswift.run.checks.model_spec import model_spec_for_task
 from megaswift.trainers.options.batch_sizes import batch_plan
 
+IMBALANCE = 1.25
+"""Of experts. An assumption, not measured here."""
 ROWS_PER_GPU = 4
 """Rows of a step for each GPU where no option says how many."""
 BATCH_OPTIONS = ("global_batch_size", "gradient_accumulation_steps", "per_device_train_batch_size")
@@ -74,13 +76,20 @@ def global_batch_rows(cfg: SwiftConfig, gpus: int) -> tuple[int, bool]:
 
 
 def planning_question(
-    cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int, fixed: Collection[str], left_open: Collection[str]
+    cfg: SwiftConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    gpus: int,
+    fixed: Collection[str],
+    left_open: Collection[str],
+    imbalance: float = IMBALANCE,
 ) -> Question:
     """Return the question of this run on so many GPUs.
 
     Args:
         fixed: Options of layout and micro-batch that stay as they are.
         left_open: Settings that may change.
+        imbalance: Tokens of the fullest expert-parallel rank over those of an even choice.
     """
     kernels = planned_kernels(cfg, spec)
     return Question(
@@ -88,7 +97,7 @@ def planning_question(
         machine,
         gpus,
         usable_bytes(machine.memory, kernels.cuda),
-        micro_batch_options(cfg, cfg.train.per_device_train_batch_size, 1),
+        replace(micro_batch_options(cfg, cfg.train.per_device_train_batch_size, 1), expert_imbalance=imbalance),
         global_batch_rows(cfg, gpus)[0],
         LayoutRequest.of(cfg.parallel, gpus, cfg.data.max_length, cfg.train),
         fixed,
@@ -96,7 +105,9 @@ def planning_question(
     )
 
 
-def plan_run(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int, wanted: int = 20) -> Plan:
+def plan_run(
+    cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int, wanted: int = 20, imbalance: float = IMBALANCE
+) -> Plan:
     """Return the fastest layouts of a run that fit. What the user has set stays.
 
     Raises:
@@ -107,7 +118,7 @@ def plan_run(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int, wan
     fixed = {name for name in (*AXES.values(), *SPLIT, "per_device_train_batch_size") if name in cfg.given}
     left_open = settings_left_open(cfg)
     for spared in (LAST_RESORTS, LAST_RESORTS[1:], ()):
-        question = planning_question(cfg, spec, machine, gpus, fixed, left_open.difference(spared))
+        question = planning_question(cfg, spec, machine, gpus, fixed, left_open.difference(spared), imbalance)
         if (plan := search(question, wanted)).rows:
             break
     return plan
@@ -130,7 +141,7 @@ def options_of_row(cfg: SwiftConfig, row: Row) -> dict[str, Any]:
 def row_text(row: Row, usable: int) -> str:
     """Write a row in one line."""
     return (
-        f"{row.layout.describe()}, {row.passes} micro-batches of {row.rows}: {bytes_text(row.memory.total)} of "
+        f"{row.layout.describe()}, {row.passes} micro-batches of {row.rows}: {bytes_text(row.needed)} of "
         f"{bytes_text(usable)} usable; by roofline, not measured: a step takes {row.time.total:.2f} s, "
         f"{row.tokens:.0f} tokens/s/GPU, bubble {row.time.bubble / row.time.total:.0%}"
     )
@@ -143,9 +154,11 @@ def too_large_problem(plan: Plan) -> Problem:
     if not plan.too_large:
         rules = [rule for rule, _ in plan.refused.most_common(1)]
         return Problem(what, f"no layout is legal: {rules[0] if rules else 'none divides the GPUs'}", "other sizes")
-    row = min(plan.too_large, key=lambda row: row.memory.total)
+    row = min(plan.too_large, key=lambda row: row.needed)
     room = f"{bytes_text(q.usable)} usable of a GPU"
     rule = f"nothing fits {room}: {row.layout.describe()} needs {estimate_text(row.memory).removeprefix('estimate ')}"
+    if row.communicators:
+        rule += f", and communicators {bytes_text(row.communicators)}"
     return Problem(
         what, rule, "more GPUs, --train_type lora, or a shorter --max_length; megaswift plan shows the parts"
     )

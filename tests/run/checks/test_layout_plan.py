@@ -79,7 +79,7 @@ def test_forecasts() -> None:
     """Of the layout as it is; of --fit with what it would choose."""
     spec = spec_of("qwen3-8b")
     text = forecast_text(run_of("qwen3-8b", tp=2, global_batch_size=16), spec, H100, 8)
-    assert text.startswith("TP2 SP DP4, 4 micro-batches of 1: 44.4 GiB of 74.8 GiB usable; by roofline")
+    assert text.startswith("TP2 SP DP4, 4 micro-batches of 1: 45.2 GiB of 74.8 GiB usable; by roofline")
     with pytest.raises(ConfigError, match="nothing fits 74.8 GiB usable"):
         forecast_text(run_of("qwen3-8b", recompute_granularity="none"), spec, H100, 8)
     assert forecast_text(run_of("qwen3-8b", fit=True), spec, H100, 8).startswith("DP8, ")
