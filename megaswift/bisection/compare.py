@@ -52,6 +52,13 @@ class Verdict:
         """Whether the difference is beyond the tolerance, or is no number."""
         return not self.difference <= self.expected
 
+    @property
+    def ratio(self) -> float:
+        """The difference over the tolerance; infinite where it is no finite number."""
+        if self.difference == 0:
+            return 0.0
+        return self.difference / self.expected if self.expected and math.isfinite(self.difference) else math.inf
+
 
 @dataclass
 class Comparison:
@@ -69,7 +76,7 @@ class Comparison:
         if not bad:
             return None
         same = [v for v in bad if v.order == bad[0].order]
-        return max(same, key=lambda v: v.difference / v.expected if v.expected else math.inf)
+        return max(same, key=lambda v: v.ratio)
 
     def like(self, verdict: Verdict) -> list[Verdict]:
         """The same tensor on all ranks that have it."""
@@ -283,7 +290,7 @@ def _rms(tensor: Tensor) -> float:
 
 
 def facts(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as plain values."""
+    """A verdict as plain values; a difference that is no finite number is None."""
     place = verdict.place
     return {
         "name": verdict.name,
@@ -291,6 +298,6 @@ def facts(verdict: Verdict) -> dict[str, Any]:
         "microbatch": verdict.microbatch,
         "rank": verdict.rank,
         "coordinates": {axis: getattr(place, axis) for axis in ("tp", "cp", "dp", "pp", "ep")},
-        "difference": verdict.difference,
+        "difference": verdict.difference if math.isfinite(verdict.difference) else None,
         "expected": verdict.expected,
     }

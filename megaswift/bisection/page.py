@@ -6,11 +6,11 @@ import math
 from html import escape
 
 from megaswift.bisection.compare import Comparison, Verdict
-from megaswift.bisection.report import NAMED, axes_text, layer_ranges, suspect, verdict_text
+from megaswift.bisection.report import NAMED, agreement_text, suspect, verdict_text
 from megaswift.bisection.trace_folder import BACKWARD, GATHERED, KINDS, WEIGHT
 from megaswift.parallel.layout import Layout
 
-GROUP, NARROWEST, GAP, LEFT, TOP = 108, 34, 4, 150, 52
+GROUP, NARROWEST, GAP, LEFT, TOP = 108, 26, 4, 150, 52
 ROW = 24
 ROWS_SHOWN = 40
 STYLE = """
@@ -62,12 +62,6 @@ def _columns(found: Comparison) -> list[tuple[str, int]]:
     return [(kind, stage) for kind in kinds for stage in stages]
 
 
-def _ratio(verdict: Verdict) -> float:
-    if not verdict.bad:
-        return min(1.0, verdict.difference / verdict.expected) if verdict.expected else 0.0
-    return verdict.difference / verdict.expected if verdict.expected else math.inf
-
-
 def picture(found: Comparison, layout: Layout) -> str:
     """An SVG: rows are layers, columns stages of the step on pipeline stages; the color is the worst tensor's."""
     columns = _columns(found)
@@ -76,7 +70,7 @@ def picture(found: Comparison, layout: Layout) -> str:
     worst: dict[tuple[str, tuple[str, int]], Verdict] = {}
     for verdict in found.verdicts:
         key = _cell_of(verdict)
-        if key not in worst or _ratio(verdict) > _ratio(worst[key]):
+        if key not in worst or verdict.ratio > worst[key].ratio:
             worst[key] = verdict
     rows = sorted({row for row, _ in worst}, key=_place)
     framed = None if found.first is None else _cell_of(found.first)
@@ -95,7 +89,7 @@ def picture(found: Comparison, layout: Layout) -> str:
         for x, column in enumerate(columns):
             left = LEFT + x * (cell + GAP)
             shown = worst.get((row, column))
-            fill = NO_TENSOR if shown is None else color(_ratio(shown))
+            fill = NO_TENSOR if shown is None else color(shown.ratio)
             edge = ' stroke="currentColor" stroke-width="3"' if framed == (row, column) else ""
             title = "" if shown is None else f"<title>{escape(verdict_text(shown, layout))}</title>"
             opacity = ' opacity=".25"' if shown is None else ""
@@ -109,15 +103,12 @@ def picture(found: Comparison, layout: Layout) -> str:
 def page(found: Comparison, layout: Layout, against: str) -> str:
     """The whole page, without anything from elsewhere."""
     first = found.first
-    whole, forward = layer_ranges(found)
     if first is None:
         head = '<p class="first">No difference beyond rounding.</p>'
     else:
-        lines = [axes_text(found, layout)]
-        lines.append(f"layers {whole} agree everywhere" if whole else "no layer agrees everywhere")
-        lines.append(f"outputs of layers {forward} agree" if forward else "")
-        lines.append(f"computed in the backward pass of {suspect(found)}" if first.kind == BACKWARD else "")
-        facts = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
+        agreeing = agreement_text(found, layout)
+        where = f"<p>computed in the backward pass of {escape(suspect(found))}</p>" if first.kind == BACKWARD else ""
+        facts = f"<p>{escape(agreeing)}</p>{where}"
         head = f'<p class="first">First difference: {escape(verdict_text(first, layout))}</p>{facts}'
     listed = [v for v in found.verdicts if v.bad][:ROWS_SHOWN] or found.verdicts[:ROWS_SHOWN]
     rows = "".join(

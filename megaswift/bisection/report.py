@@ -86,6 +86,15 @@ def layer_ranges(found: Comparison) -> tuple[str, str]:
     return _ranges(whole), _ranges(forward)
 
 
+def agreement_text(found: Comparison, layout: Layout) -> str:
+    """Along which axes ranks agree on the first tensor, and which layers agree."""
+    whole, forward = layer_ranges(found)
+    agreeing = f"layers {whole} agree everywhere" if whole else "no layer agrees everywhere"
+    if forward and forward != whole:
+        agreeing += f"; outputs of layers {forward} agree"
+    return "; ".join(part for part in (axes_text(found, layout), agreeing) if part)
+
+
 def _ranges(numbers: Sequence[int]) -> str:
     parts = []
     for _, group in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
@@ -112,12 +121,7 @@ def screen(found: Comparison, layout: Layout, against: str) -> str:
     if first is None:
         return "\n".join([*lines, "no difference beyond rounding", *_notes(found)])
     lines.append(f"first difference: {verdict_text(first, layout)}")
-    whole, forward = layer_ranges(found)
-    axes = axes_text(found, layout)
-    agreeing = f"layers {whole} agree everywhere" if whole else "no layer agrees everywhere"
-    if forward and forward != whole:
-        agreeing += f"; outputs of layers {forward} agree"
-    lines.append("; ".join(part for part in (axes, agreeing) if part))
+    lines.append(agreement_text(found, layout))
     if first.kind == BACKWARD:
         lines.append(f"computed in the backward pass of {suspect(found)}")
     lines.append("")
