@@ -85,12 +85,11 @@ class Comparison:
 
 @dataclass
 class _Held:
-    """A rank's tensor while it is compared: the reference's part of the same elements."""
+    """A rank's tensor that has been compared, without its elements."""
 
     verdict: Verdict
     entry: Entry
-    like: Tensor
-    base: Tensor
+    shape: torch.Size
     scale: float
 
 
@@ -131,45 +130,39 @@ def compare(
         center: The step around which `perturbed` lie; None: `base`.
     """
     rows = inputs_of(trace)
-    ranks = list(trace.ranks())
     order = base.order()
-    found = Comparison(list(_inputs(trace, ranks, rows)), repeated=list(_repeated(rows)))
+    found = Comparison([], repeated=list(_repeated(rows)))
     held: list[_Held] = []
     skipped: set[str] = set()
-    for trace_of_rank in ranks:
-        place = trace.layout.coordinates(trace_of_rank.rank)
-        for entry, tensor in trace_of_rank.tensors.items():
+    for rank in trace.ranks():
+        place = trace.layout.coordinates(rank.rank)
+        found.verdicts += _inputs(rank, place, rows)
+        for entry, tensor in rank.tensors.items():
             if entry.kind == INPUT:
                 continue
-            own, part = _parts(entry, tensor, base, placement, rows, place)
-            if part is None or own is None:
+            part = _part(entry, tensor.shape, base, placement, rows, place)
+            if part is None:
                 skipped.add(f"{entry.name} ({entry.kind})")
                 continue
-            scale = _rms(part)
-            floor = torch.finfo(tensor.dtype).eps * scale
             verdict = Verdict(
-                trace_of_rank.rank,
+                rank.rank,
                 place,
                 entry.kind,
                 entry.name,
                 entry.microbatch,
-                difference=_rms(own.double() - part.double()) if own.shape == part.shape else math.inf,
-                expected=floor,
+                difference=part.distance(tensor),
+                expected=torch.finfo(tensor.dtype).eps * _rms(part.elements),
                 order=_order(entry, place, order),
             )
-            held.append(_Held(verdict, entry, tensor, part, scale))
+            held.append(_Held(verdict, entry, tensor.shape, _rms(part.elements)))
     around = base if center is None else center
-    if center is not None:
-        for one in held:
-            _, part = _parts(one.entry, one.like, center, placement, rows, one.verdict.place)
-            assert part is not None
-            one.base = part
     for step in perturbed:
         whole = _WholeNoise(around, step, placement)
         for one in held:
-            _, part = _parts(one.entry, one.like, step, placement, rows, one.verdict.place)
-            assert part is not None
-            noise = max(_rms(part.double() - one.base.double()), whole.of(one.entry, one.verdict.place.dp))
+            place = one.verdict.place
+            parts = [_part(one.entry, one.shape, s, placement, rows, place) for s in (around, step)]
+            here, there = [part.elements for part in parts if part is not None]
+            noise = max(_rms(there.double() - here.double()), whole.of(one.entry, place.dp))
             one.verdict.expected = max(one.verdict.expected, noise)
     for one in held:
         unit = one.scale or 1.0
@@ -207,35 +200,47 @@ class _WholeNoise:
         return self._known[key]
 
 
-def _parts(
+@dataclass(frozen=True)
+class _Part:
+    """The reference's part of a tensor as a rank should have it."""
+
+    elements: Tensor
+    mask: Tensor | None = None
+    """Of an activation the rows that are no padding."""
+    comparable: bool = True
+    """False where the rank has another number of tokens than any share of the rows."""
+
+    def distance(self, tensor: Tensor) -> float:
+        """The root mean square of the differences from the rank's tensor."""
+        if not self.comparable:
+            return math.inf
+        own = tensor.reshape(-1) if self.mask is None else tensor[self.mask][:, : self.elements.shape[1]]
+        return _rms(own.double() - self.elements.double())
+
+
+def _part(
     entry: Entry,
-    tensor: Tensor,
+    shape: torch.Size,
     step: ReferenceStep,
     placement: Placement,
     rows: Mapping[Microbatch, Mapping[str, Tensor]],
     place: Coordinates,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(the rank's elements that count, the reference's) of a recorded tensor; None without a counterpart, of different
-    shapes where the rank has other tokens than any share of the rows."""
+) -> _Part | None:
+    """The counterpart of a tensor of this shape; None where there is none."""
     if entry.kind in OF_PARAMETERS:
-        known = step.parameters.get(entry.kind)
-        part = None if known is None else placement.cut_parameter(known, entry, tensor.numel(), place)
-        same = part is not None and part.numel() == tensor.numel()
-        return (tensor.reshape(-1), part) if same else (None, None)
+        known = step.parameters.get(entry.kind, {})
+        part = placement.cut_parameter(known, entry, shape.numel(), place)
+        return _Part(part) if part is not None and part.numel() == shape.numel() else None
     assert entry.microbatch is not None
     number = (place.dp, entry.microbatch)
     whole = step.activations.get((entry.kind, entry.name, number))
-    if whole is None:
-        return None, None
-    if entry.kind == LOSS:
-        return tensor.reshape(-1), whole
-    if placement.tokens(len(tensor), rows_of(rows[number]), place) is None:
-        return tensor, whole  # a number of tokens that no share of the rows has
-    found = placement.cut_activation(whole, tensor, entry, rows_of(rows[number]), place)
-    if found is None:
-        return None, None
-    part, mask = found
-    return tensor[mask][:, : part.shape[1]], part[mask]
+    if whole is None or entry.kind == LOSS:
+        return None if whole is None else _Part(whole)
+    lie = rows_of(rows[number])
+    if placement.tokens(shape[0], lie, place) is None:
+        return _Part(whole, comparable=False)
+    found = placement.cut_activation(whole, shape, entry, lie, place)
+    return None if found is None else _Part(found[0][found[1]], found[1])
 
 
 def _order(entry: Entry, place: Coordinates, order: Mapping[tuple[str, str], int]) -> Order:
@@ -248,22 +253,19 @@ def _order(entry: Entry, place: Coordinates, order: Mapping[tuple[str, str], int
     return kind, place.dp, entry.microbatch or 0, order.get((entry.kind, entry.name), 0), entry.name
 
 
-def _inputs(
-    trace: Trace, ranks: Iterable[RankTrace], rows: Mapping[Microbatch, Mapping[str, Tensor]]
-) -> Iterator[Verdict]:
+def _inputs(rank: RankTrace, place: Coordinates, rows: Mapping[Microbatch, Mapping[str, Tensor]]) -> Iterator[Verdict]:
     """Ranks of one data-parallel replica have the same rows, whose labels are the next tokens."""
-    for one in ranks:
-        place = trace.layout.coordinates(one.rank)
-        for entry, tensor in one.tensors.items():
-            if entry.kind != INPUT or entry.microbatch is None:
-                continue
-            fields = rows.get((place.dp, entry.microbatch), {})
-            want = fields.get(entry.name)
-            same = want is not None and want.shape == tensor.shape and torch.equal(want, tensor)
-            if entry.name == LABELS:
-                same = same and _labels_are_next_tokens(fields)
-            order: Order = (0, place.dp, entry.microbatch, 0, entry.name)
-            yield Verdict(one.rank, place, INPUT, entry.name, entry.microbatch, 0.0 if same else math.inf, 0.0, order)
+    for entry, tensor in rank.tensors.items():
+        if entry.kind != INPUT or entry.microbatch is None:
+            continue
+        fields = rows.get((place.dp, entry.microbatch), {})
+        want = fields.get(entry.name)
+        same = want is not None and want.shape == tensor.shape and torch.equal(want, tensor)
+        if entry.name == LABELS:
+            same = same and _labels_are_next_tokens(fields)
+        order: Order = (0, place.dp, entry.microbatch, 0, entry.name)
+        difference = 0.0 if same else math.inf
+        yield Verdict(rank.rank, place, INPUT, entry.name, entry.microbatch, difference, 0.0, order)
 
 
 def _repeated(rows: Mapping[Microbatch, Mapping[str, Tensor]]) -> Iterator[str]:

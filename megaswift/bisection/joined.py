@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from megaswift.bisection.compare import inputs_of
 from megaswift.bisection.placement import Placement, is_activation, plan_entry
 from megaswift.bisection.reference import Microbatch, ReferenceStep, documents_of, rows_of
-from megaswift.bisection.trace_folder import INPUT, LOSS, OF_PARAMETERS, Entry, Trace
+from megaswift.bisection.trace_folder import CLIPPED, GRADIENT, INPUT, LOSS, OF_PARAMETERS, Entry, Trace
 from megaswift.errors import Problem, UserError
 from megaswift.parallel.layout import Coordinates
 
@@ -49,7 +49,7 @@ def joined_step(trace: Trace, placement: Placement, like: ReferenceStep) -> Refe
                 step.activations[key] = joined
     order = like.order()
     step.activations = dict(sorted(step.activations.items(), key=lambda item: order[item[0][0], item[0][1]]))
-    step.parameters = joined_parameters(trace, placement)
+    step.parameters = joined_parameters(trace, placement, (GRADIENT, CLIPPED))
     return step
 
 
@@ -128,7 +128,7 @@ def _documents(rows: Inputs) -> Iterator[_Document]:
             yield _Document(number, row, start, end, tuple(value for part in parts for value in part))
 
 
-def joined_parameters(trace: Trace, placement: Placement) -> dict[str, dict[str, Tensor]]:
+def joined_parameters(trace: Trace, placement: Placement, kinds: Collection[str]) -> dict[str, dict[str, Tensor]]:
     """Return the whole tensors of parameters by kind and Hugging Face name; those of which parts are missing are left
     out."""
     found: dict[tuple[str, str], dict[int, dict[int, dict[int, Tensor]]]] = {}
@@ -136,7 +136,7 @@ def joined_parameters(trace: Trace, placement: Placement) -> dict[str, dict[str,
         place = trace.layout.coordinates(rank.rank)
         for entry, tensor in rank.tensors.items():
             planned = plan_entry(placement.plan, entry.name)
-            if entry.kind in OF_PARAMETERS and planned is not None:
+            if entry.kind in kinds and planned is not None:
                 shard = place.tp if planned.expert is None else place.etp
                 stages = found.setdefault((entry.kind, planned.megatron), {}).setdefault(shard, {})
                 stages.setdefault(place.pp, {}).setdefault(entry.start, tensor)

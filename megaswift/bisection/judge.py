@@ -104,7 +104,10 @@ def other_step(trace: Trace, other: Trace, model: Path, steps: References) -> Re
 def compare_with(trace: Trace, model: Path, steps: References, other: ReferenceStep | None = None) -> Comparison:
     """Compare a trace with steps that have been taken, or with `other` within the tolerances that follow from them."""
     placement = placement_of(trace, model)
-    own = joined_parameters(trace, placement)
+    own = joined_parameters(trace, placement, (CLIPPED, WEIGHT))
+    if CLIPPED not in own:
+        gradients = joined_parameters(trace, placement, (GRADIENT,)).get(GRADIENT, {})
+        own[CLIPPED] = {name: g * steps.base.clipping for name, g in gradients.items()}
     base = with_own_gradients(steps.base, own, steps)
     perturbed = (with_own_gradients(step, own, steps, seed) for seed, step in enumerate(steps.perturbed))
     if other is None:
@@ -133,12 +136,11 @@ def with_own_gradients(
     def moved(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return (tensor if generator is None else neighbours(tensor.to(dtype), generator)).double()
 
-    clipped = own.get(CLIPPED) or {name: g * step.clipping for name, g in own.get(GRADIENT, {}).items()}
     known = steps.recipe.optimizer in ("adam", "sgd")
     updated = {
-        name: steps.recipe.updated(name, moved(step.start[name]), moved(gradient))
-        for name, gradient in clipped.items()
-        if known and name in step.start
+        name: steps.recipe.updated(name, moved(steps.base.start[name]), moved(gradient)).float()
+        for name, gradient in own[CLIPPED].items()
+        if known and name in steps.base.start
     }
-    gathered = {name: moved(weight, steps.dtype) for name, weight in own.get(WEIGHT, {}).items()}
+    gathered = {name: moved(weight, steps.dtype).float() for name, weight in own.get(WEIGHT, {}).items()}
     return replace(step, parameters={**step.parameters, WEIGHT: updated, GATHERED: gathered})

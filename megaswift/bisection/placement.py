@@ -98,15 +98,15 @@ class Placement:
         return None
 
     def cut_activation(
-        self, whole: Tensor, like: Tensor, entry: Entry, rows: Rows, place: Coordinates
+        self, whole: Tensor, shape: torch.Size, entry: Entry, rows: Rows, place: Coordinates
     ) -> tuple[Tensor, Tensor] | None:
         """(part of a whole tensor [s x b, columns] that a rank holds, bool [tokens]: no padding) of a recorded tensor
-        `like`; None where the shapes do not go together."""
-        tokens = self.tokens(len(like), rows, place)
-        columns = self.columns(entry.name, like.shape[1], whole.shape[1], place)
+        of this shape; None where the shapes do not go together."""
+        tokens = self.tokens(shape[0], rows, place)
+        columns = self.columns(entry.name, shape[1], whole.shape[1], place)
         if tokens is None or columns is None:
             return None
-        if entry.kind == BACKWARD and like.shape[1] < whole.shape[1] < like.shape[1] * self.layout.tp:
+        if entry.kind == BACKWARD and shape[1] < whole.shape[1] < shape[1] * self.layout.tp:
             return None  # ranks that share a head of keys have parts of its gradient
         beyond = int((columns >= whole.shape[1]).sum())  # of the padded vocabulary
         part = whole[tokens][:, columns[: len(columns) - beyond]]

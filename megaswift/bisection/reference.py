@@ -62,12 +62,13 @@ class Recipe:
 
 @dataclass
 class ReferenceStep:
-    """What one step computed: activations [s x b, columns] by key, parameters by kind and Hugging Face name."""
+    """What one step computed, kept in float32: activations [s x b, columns] by key, parameters by kind and Hugging Face
+    name."""
 
     activations: dict[Key, Tensor] = field(default_factory=dict)
     parameters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     start: dict[str, Tensor] = field(default_factory=dict)
-    """The weights before the step."""
+    """The weights before the step, of the exact one."""
     clipping: float = 1.0
     """The factor on gradients."""
 
@@ -105,10 +106,10 @@ class HuggingFaceStep:
                 first moved by one unit in the last place, up or down as drawn, and products add up in another order.
         """
         model = _load(self.folder)
-        main = {name: p.detach().clone() for name, p in model.named_parameters()}
+        main = {name: p.detach().clone() for name, p in model.named_parameters()} if seed is None else {}
         mode: AbstractContextManager[Any] = nullcontext()
+        wide = torch.float64 if self.dtype == torch.float32 else torch.float32
         if seed is None:
-            wide = torch.float64 if self.dtype == torch.float32 else torch.float32
             model.to(self.dtype).to(wide)
             if wide == torch.float64:
                 mode = _Widened()
@@ -118,7 +119,7 @@ class HuggingFaceStep:
             _perturb(model, seed)
             mode = _ReorderedSums(seed)
         step = ReferenceStep()
-        gradients = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in main.items()}
+        gradients = {name: torch.zeros_like(p, dtype=wide) for name, p in model.named_parameters()}
         count = sum(float(fields["loss_weights"].sum()) for fields in rows.values()) or 1.0
         filled = sum(bool(fields["valid"].any()) for fields in rows.values())
         for number, fields in rows.items():
@@ -146,8 +147,8 @@ class HuggingFaceStep:
         norm = sum(float(g.square().sum()) for g in used.values()) ** 0.5
         if recipe.max_grad_norm > 0:
             step.clipping = min(1.0, recipe.max_grad_norm / (norm + CLIP_EPSILON))
-        step.parameters[GRADIENT] = used
-        step.parameters[CLIPPED] = {name: g * step.clipping for name, g in used.items()}
+        step.parameters[GRADIENT] = {name: g.float() for name, g in used.items()}
+        step.parameters[CLIPPED] = {name: (g * step.clipping).float() for name, g in used.items()}
         step.start = {name: p for name, p in _by_disk_name(model, main).items() if name in used}
 
     def modules(self, model: nn.Module, name: str) -> list[nn.Module]:
@@ -353,7 +354,7 @@ class _Pass:
     def _keep(self, kind: str, name: str, value: Tensor) -> None:
         """[documents, n, columns] to [s x b, columns], 0 on padding."""
         b, s = self.fields["input_ids"].shape
-        whole = torch.zeros(s, b, value.shape[-1], dtype=value.dtype)
+        whole = torch.zeros(s, b, value.shape[-1])
         for i, (row, start, end) in enumerate(self.documents):
             whole[start:end, row] = value[i, : end - start]
         self.step.activations[kind, name, self.number] = whole.flatten(0, 1)

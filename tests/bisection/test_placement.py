@@ -64,7 +64,7 @@ def test_parts_join_to_the_whole(layout: Layout, tmp_path: Path) -> None:
     parts = []
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
-        part, mask = found.cut_activation(whole, torch.empty(16 // layout.cp, columns), entry, rows, place)
+        part, mask = found.cut_activation(whole, torch.Size((16 // layout.cp, columns)), entry, rows, place)
         assert mask.all() and part.shape == (16 // layout.cp, columns)
         parts.append((part, place))
     assert torch.equal(found.join_activation(parts, entry, rows, 192), whole)
