@@ -308,6 +308,8 @@ class _Pass:
         if count == 1:
             self._record(name, out)
             return
+        # its place in the order is the first part's: norms of queries run before keys are computed
+        self.step.activations.setdefault((OUTPUT, name, self.number), out.detach())
         parts.append(out)
         if len(parts) == count:
             self._keep(OUTPUT, name, torch.cat([self._by_document(part.detach()) for part in parts], -1))
