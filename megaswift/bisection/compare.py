@@ -162,7 +162,7 @@ def compare(
             place = one.verdict.place
             parts = [_part(one.entry, one.shape, s, placement, rows, place) for s in (around, step)]
             here, there = [part.elements for part in parts if part is not None]
-            noise = max(_rms(there.double() - here.double()), whole.of(one.entry, place.dp))
+            noise = max(_rms(there - here), whole.of(one.entry, place.dp))
             one.verdict.expected = max(one.verdict.expected, noise)
     for one in held:
         unit = one.scale or 1.0
@@ -195,8 +195,7 @@ class _WholeNoise:
                 pairs = [] if found is None else [(a[name], b[name]) for name in found.hf]
             else:
                 pairs = [(self.base.activations[key], self.step.activations[key])]  # type: ignore[index]
-            squares = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-            self._known[key] = math.sqrt(squares / sum(a.numel() for a, _ in pairs))
+            self._known[key] = _rms(torch.cat([(a - b).reshape(-1) for a, b in pairs]))
         return self._known[key]
 
 
@@ -215,7 +214,7 @@ class _Part:
         if not self.comparable:
             return math.inf
         own = tensor.reshape(-1) if self.mask is None else tensor[self.mask][:, : self.elements.shape[1]]
-        return _rms(own.double() - self.elements.double())
+        return _rms(own.float() - self.elements)
 
 
 def _part(
@@ -288,7 +287,7 @@ def _labels_are_next_tokens(fields: Mapping[str, Tensor]) -> bool:
 
 
 def _rms(tensor: Tensor) -> float:
-    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+    return float(torch.linalg.vector_norm(tensor.float())) / math.sqrt(max(tensor.numel(), 1))
 
 
 def facts(verdict: Verdict) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Megatron is compared with the Hugging Face modules that own its weights.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -130,6 +131,8 @@ class HuggingFaceStep:
                     gradients[name] += p.grad
                     p.grad = None
         self._update(model, step, main, gradients, trained)
+        del model
+        gc.collect()  # hooks and the model refer to each other
         return step
 
     def _update(
@@ -484,5 +487,5 @@ def _perturb(model: nn.Module, seed: int) -> None:
 def neighbours(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Return a tensor whose numbers are the next larger or smaller ones, as drawn; zeros stay."""
     bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-    step = torch.randint(0, 2, tensor.shape, generator=generator, dtype=bits.dtype) * 2 - 1
-    return (bits + torch.where(tensor == 0, 0, step)).view(tensor.dtype)
+    step = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+    return (bits + step.mul_(tensor != 0)).view(tensor.dtype)
