@@ -6,7 +6,6 @@ Megatron is compared with the Hugging Face modules that own its weights.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from megaswift.bisection.placement import Rows, plan_entry
 from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT
@@ -131,8 +131,6 @@ class HuggingFaceStep:
                     gradients[name] += p.grad
                     p.grad = None
         self._update(model, step, main, gradients, trained)
-        del model
-        gc.collect()  # hooks and the model refer to each other
         return step
 
     def _update(
@@ -186,6 +184,7 @@ class _Pass:
         while self.longest in _head_counts(model):
             self.longest += 1  # of padding, so that heads and tokens are told apart by their number
         self.routers: list[tuple[Tensor, Tensor]] = []
+        self.gradients: list[RemovableHandle] = []
 
     def run(self, count: float, filled: int) -> None:
         """Record both passes; gradients are left in the parameters."""
@@ -200,6 +199,8 @@ class _Pass:
         objective = self._objective(logits, count) + self._router_losses(filled)
         if objective.requires_grad:
             objective.backward()
+        for hook in self.gradients:
+            hook.remove()  # which holds the graph that holds it, where Python's collector sees no circle
 
     def _objective(self, logits: Tensor, count: float) -> Tensor:
         """This micro-batch's share of the mean cross-entropy over all labels."""
@@ -303,8 +304,7 @@ class _Pass:
             return whole.reshape(len(self.documents), -1, logits.shape[-1])
 
         self._keep(OUTPUT, name, dense(scores.detach()))
-        if scores.requires_grad:
-            scores.register_hook(lambda gradient: self._keep(BACKWARD, name, dense(gradient)))
+        self._on_gradient(scores, lambda gradient: self._keep(BACKWARD, name, dense(gradient)))
 
     def _on_part(self, name: str, parts: list[Tensor], count: int, _module: nn.Module, _args: Any, out: Any) -> None:
         """One of the modules whose joined outputs are Megatron's."""
@@ -328,19 +328,15 @@ class _Pass:
                 self._keep(BACKWARD, name, torch.cat([gradients[i] for i in range(len(parts))], -1))
 
         for place, part in enumerate(parts):
-            if part.requires_grad:
-                part.register_hook(partial(take, place))
+            self._on_gradient(part, partial(take, place))
 
     def _on_attention(self, layer: int, query: Tensor, key: Tensor) -> None:
+        """Queries and keys [documents, heads, n, d]."""
         for part, value in (("query", query), ("key", key)):
-            name = f"layers.{layer}{CORE}.{part}"
-            if name in self.names:  # [documents, heads, n, d]
-                self._keep(OUTPUT, name, value.detach().transpose(1, 2).flatten(2))
-                if value.requires_grad:
-                    value.register_hook(lambda g, name=name: self._keep(BACKWARD, name, g.transpose(1, 2).flatten(2)))
+            self._record(f"layers.{layer}{CORE}.{part}", value)
 
     def _record(self, name: str, value: Tensor) -> None:
-        """A value [documents, n, ...] and its gradient."""
+        """A value [documents, n, ...] or [documents, heads, n, d], and its gradient."""
         if name not in self.names:
             return
         heads_first = value.dim() == 4 and value.shape[1] != self.longest == value.shape[2]
@@ -349,8 +345,11 @@ class _Pass:
             return self._by_document(x.transpose(1, 2) if heads_first else x)
 
         self._keep(OUTPUT, name, arranged(value.detach()))
+        self._on_gradient(value, lambda gradient: self._keep(BACKWARD, name, arranged(gradient)))
+
+    def _on_gradient(self, value: Tensor, take: Callable[[Tensor], None]) -> None:
         if value.requires_grad:
-            value.register_hook(lambda gradient: self._keep(BACKWARD, name, arranged(gradient)))
+            self.gradients.append(value.register_hook(take))
 
     def _by_document(self, x: Tensor) -> Tensor:
         """[documents, n, columns]."""
