@@ -23,6 +23,7 @@ from megaswift.folders.source import short_name
 from megaswift.models.spec import ModelSpec
 from megaswift.run import summary
 from megaswift.run.build import BuiltRun, SettledRun, build_run
+from megaswift.run.checks.fit import fit_advice
 from megaswift.run.checks.ranks import refuse_ranks_that_differ
 from megaswift.run.checks.resumed_model import refuse_other_model
 from megaswift.run.faults import out_of_memory
@@ -297,7 +298,8 @@ def memory_advice(cfg: SwiftConfig, plan: RunPlan, diagnosis: RankDiagnosis | No
         if diagnosis is not None:
             diagnosis.states.ask()  # the other ranks wait for this one
         profile = plan.outputs.profile if cfg.profiling.profile else None
-        final = out_of_memory.out_of_memory_error(cfg, plan.spec.experts, error, profile)
+        fit = fit_advice(cfg, plan.spec, plan.layout)
+        final = out_of_memory.out_of_memory_error(cfg, plan.spec.experts, error, profile, fit)
         raise retry_after(final, cfg, plan.layout.dp, os.environ) from None
 
 

@@ -53,17 +53,20 @@ def test_a_published_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "more"),
+    ("model", "gpus", "more", "row"),
     [
-        ("llama-3.1-70b", 512, ["--max_length", "8192", "--global_batch_size", "2048"]),
-        ("qwen3-30b-a3b", 16, ["--train_type", "lora", "--max_length", "8192"]),
-        ("qwen3-8b", 1, ["--train_type", "qlora", "--max_length", "2048"]),
+        ("llama-3.1-70b", 64, ["--max_length", "8192", "--global_batch_size", "256"], 1),
+        ("qwen3-30b-a3b", 8, ["--train_type", "lora", "--max_length", "8192"], 2),
+        ("qwen3-8b", 1, ["--train_type", "qlora", "--max_length", "2048"], 1),
+        pytest.param("deepseek-v3", 1024, ["--max_length", "4096"], 3, marks=pytest.mark.slow),
+        pytest.param("qwen3-235b-a22b", 256, ["--max_length", "4096", "--tp", "2"], 3, marks=pytest.mark.slow),
     ],
 )
 def test_rows_are_runs(
     model: str,
     gpus: int,
     more: list[str],
+    row: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -79,13 +82,12 @@ def test_rows_are_runs(
     monkeypatch.setattr(te, "has_transformer_engine", lambda: True)
     run = tmp_path / "run.yaml"
     words = [str(folder), "--gpus", str(gpus), "--gpu", "h100", "--dataset", str(tmp_path / "rows.jsonl"), *more]
-    words += ["--output_dir", str(tmp_path / "out"), "--yaml", str(run)]
-    for row in ("1", "2", "3") if gpus > 1 else ("1",):
-        text = plan(capsys, *words, "--row", row)
-        cfg = load_config(None, [str(run)], complete=True, environ=FIRST_NODE)
-        assert (cfg.launch.nnodes or 1) * (cfg.launch.nproc_per_node or 1) == gpus
-        preflight.preflight(cfg, gpus)
-        assert f"row {row}: --" in text
+    words += ["--output_dir", str(tmp_path / "out"), "--yaml", str(run), "--top", "3", "--row", str(row)]
+    text = plan(capsys, *words)
+    cfg = load_config(None, [str(run)], complete=True, environ=FIRST_NODE)
+    assert (cfg.launch.nnodes or 1) * (cfg.launch.nproc_per_node or 1) == gpus
+    preflight.preflight(cfg, gpus)
+    assert f"row {row}: --" in text
 
 
 def test_a_run_s_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

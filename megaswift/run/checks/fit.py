@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megaswift.base.byte_size import byte_size_or_none, bytes_text
 from megaswift.config import SwiftConfig
+from megaswift.engine.options.engine_checks import NATIVE, requested_engine
 from megaswift.errors import ConfigError, Problem
 from megaswift.memory.estimate import (
     MemoryEstimate,
@@ -19,6 +20,7 @@ from megaswift.memory.estimate import (
 )
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
+from megaswift.options.tasks import LANGUAGE
 from megaswift.options.values import option_value_text
 from megaswift.parallel.hardware import gpu_of_device, planned_gpu
 from megaswift.parallel.layout import Layout
@@ -98,6 +100,30 @@ def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> F
     parameters = TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, split)
 
     return choose_settings_for_run(cfg, parameters, _usable(memory, layout, kernels.cuda), _machine(kernels.cuda))
+
+
+def fit_advice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
+    """Return what `--fit true` would choose on this process's GPU, after an out-of-memory error; empty where it would
+    change nothing, or does not apply."""
+    from megaswift.run.engines import native_kernels
+
+    if cfg.train.fit or cfg.task not in LANGUAGE or requested_engine(cfg) != NATIVE or not _cuda():
+        return ""
+    kernels = native_kernels(cfg, spec, layout)
+    if any(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
+        return ""
+    chosen = _choice(cfg, spec, layout, _own_gpu())
+    if isinstance(chosen, NoFit) or not chosen.settings:
+        return ""
+    need = f"{bytes_text(chosen.after.total)} by the estimate of docs/memory.md"
+    return f"{settings_text(chosen.settings)}, which --fit true would choose: {need}; {cost_text(chosen)}"
+
+
+def _own_gpu() -> int:
+    """Memory of this process's GPU."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def _usable(memory: int, layout: Layout, cuda: bool) -> int:

@@ -53,10 +53,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in str(error) for words in SAID)
 
 
-def out_of_memory_error(cfg: Any, experts: int, error: BaseException, profile: Path | None = None) -> OutOfMemory:
+def out_of_memory_error(
+    cfg: Any, experts: int, error: BaseException, profile: Path | None = None, fit: str = ""
+) -> OutOfMemory:
     """Build the error for the user: what to try, cheapest first; what holds memory is written into the folder
-    `profile`."""
-    tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(out_of_memory_advice(cfg, experts), 1))
+    `profile`. `fit`: what `--fit` would choose."""
+    advice = [*([fit] if fit else []), *out_of_memory_advice(cfg, experts)]
+    tries = "\n".join(f"         {i}. {text}" for i, text in enumerate(advice, 1))
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     holders = tensor_memory_holders(device)

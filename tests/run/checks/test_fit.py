@@ -18,13 +18,16 @@ from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
 from megaswift.families import load_spec
 from megaswift.memory.estimate import usable_bytes
+from megaswift.memory.microbatch_setup import TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.parallel.layout import Layout
 from megaswift.run.checks import fit as fit_to_device
 from megaswift.run.checks.preflight import preflight
 from megaswift.run.engines import native_kernels
+from megaswift.run.faults.out_of_memory import out_of_memory_error
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.memory.of_config import estimate_of
 from tests.parity.pool import RankError
+from tests.planner.questions import run_of, spec_of
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs, write_model
 from tests.trainers.runs import run
@@ -147,3 +150,24 @@ def test_ranks_agree_on_the_smallest_gpu(model: Path, tmp_path: Path, monkeypatc
     )
     cfg, text = fit_to_device.fit_to_device(config(model, tmp_path), load_spec(model), Layout(1))
     assert asked == [-80.0 * 2**30] and "(24.0 MiB a device)" in text
+
+
+def test_after_an_out_of_memory_error_the_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 B on a GPU of 139 GiB: a bfloat16 moment, before recomputation. With --fit, on a CPU and on torch engines there
+    is nothing to say."""
+    spec = spec_of("qwen3-8b")
+    cfg = run_of("qwen3-8b", engine="megatron")
+    assert fit_to_device.fit_advice(cfg, spec, Layout(1)) == ""
+    kernels = ComputeKernels(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "bfloat16", True)
+    monkeypatch.setattr("megaswift.run.engines.native_kernels", lambda *_: kernels)
+    monkeypatch.setattr(fit_to_device, "_cuda", lambda: True)
+    monkeypatch.setattr(fit_to_device, "_own_gpu", lambda: 139 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
+    text = fit_to_device.fit_advice(cfg, spec, Layout(1))
+    assert text.startswith(
+        "--precision_aware_optimizer true --exp_avg_dtype bf16, which --fit true would choose: 126.9 GiB"
+    )
+    assert fit_to_device.fit_advice(run_of("qwen3-8b", engine="megatron", fit=True), spec, Layout(1)) == ""
+    assert fit_to_device.fit_advice(run_of("qwen3-8b", engine="ddp"), spec, Layout(1)) == ""
+    message = out_of_memory_error(cfg, 0, MemoryError("no room"), fit=text).message()
+    assert re.search(r"1\. --precision_aware_optimizer true .*\n\s+2\. ", message)
