@@ -172,6 +172,17 @@ def test_smaller_micro_batches_of_the_same_global_batch() -> None:
     assert rows < 8 and rows * found.settings["gradient_accumulation_steps"] * 2 == 32
 
 
+def test_smaller_micro_batches_come_before_recomputation_where_they_cost_less() -> None:
+    """Products of 4 rows of 4,096 tokens are as fast as those of 8."""
+    cfg = SwiftConfig(task="sft", train_type="lora", max_length=4096, global_batch_size=32)
+    object.__setattr__(cfg.train, "per_device_train_batch_size", 8)  # not among what is given
+    parameters = parameters_of(cfg, spec_of(QWEN3_8B), Layout(2), GPU)
+    found = choose_settings_for_run(cfg, parameters, usable_bytes(120 * GIB, True))
+    assert isinstance(found, FitChoice) and found.before.total > usable_bytes(120 * GIB, True)
+    assert found.settings == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    assert found.seconds < 1.01 * found.seconds_before
+
+
 def test_nothing_fits() -> None:
     none = choose(24 * GIB, max_length=4096)
     assert isinstance(none, NoFit) and none.then is None
