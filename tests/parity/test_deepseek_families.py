@@ -25,6 +25,7 @@ DEFAULT = (
     "dots1 tp2 sp ep2",
     "solar_open packed cp2",
     "exaone_moe tp2 sp pp2",
+    "kimi_k2 single",
     "mistral4 tp2 sp ep2",
 )
 VARIANTS = (

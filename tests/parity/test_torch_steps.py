@@ -93,7 +93,7 @@ def offloaded(rank: int, world: int, run: Run) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "engine", ["zero3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2", "fsdp2"))]
+    "engine", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "zero1", "zero2", "zero3"))]
 )
 def test_offloaded_between_steps(engine: str, pool: Pool, references: References) -> None:
     """Nothing of the weights and states stays behind, the sampler's weights are the trained ones, and training goes on

@@ -11,6 +11,7 @@ from tests.config.refusals import assert_contradiction, assert_idle, problems
 
 IDLE = [("--device_memory 80GiB", "--device_memory 80GiB --fit")]
 CLASHING = [
+    ("layout", "--layout auto"),
     ("device_memory", "--fit --device_memory plenty"),
     ("device_memory", "--fit --device_memory 12"),
     ("fit", "--fit --engine fsdp2"),
