@@ -240,6 +240,7 @@ print([v.tolist() for v in found["advantages"]])
     assert len(package.touched) == 3
 
 
+@pytest.mark.process
 def test_a_reward_function_with_an_option_of_its_own_takes_four_source_files(package: Copy) -> None:
     """Without the option it takes two. With a row in docs/rewards.md and values in test_functions.py: six."""
     package.insert(
@@ -408,6 +409,7 @@ print(total / count, read_lines(Path("out/metrics.jsonl"))[0]["loss"])
     assert len(package.touched) == 2
 
 
+@pytest.mark.process
 def test_a_tracker_takes_two_source_files(package: Copy) -> None:
     """With an option of its own. The package `echo` stands for the tracker's library."""
     package.replace("trainers/options/tracker.py", '"trackio", "prometheus")', '"trackio", "prometheus", "echo")')

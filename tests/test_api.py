@@ -230,6 +230,7 @@ def test_when_a_run_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not starts_over(SwiftConfig()), "a new version of the default folder is made anyway"
 
 
+@pytest.mark.process
 def test_an_error_that_no_script_catches_is_one_message() -> None:
     for line in ("SwiftConfig(nosuch=1)", "Trainer(model='DIR').train()"):
         code = f"from megaswift import SwiftConfig, Trainer; {line}"

@@ -142,6 +142,7 @@ def test_the_first_part(python: Path) -> None:
     assert "-k export" in calls[0] and AFTER[0] in calls[1]
 
 
+@pytest.mark.process
 def test_a_step_ends_with_the_budget(python: Path) -> None:
     """It has not failed then."""
     python.write_text(python.read_text().replace("exit 0\n", 'case "$*" in *doctor*) sleep 30;; esac\nexit 0\n'))
@@ -149,6 +150,7 @@ def test_a_step_ends_with_the_budget(python: Path) -> None:
     assert code == 3 and len(calls) == 1 and "not yet run: doctor te_modules" in text
 
 
+@pytest.mark.process
 @pytest.mark.wide
 def test_a_budget(python: Path) -> None:
     """A step is only begun with five seconds left: the first leaves four."""

@@ -80,6 +80,7 @@ def parts_without_tests(modules: set[Path], tests: set[Path], named: set[str]) -
     return sorted(part.as_posix() for part in {m.parent for m in modules} - mirrored - covered_parts)
 
 
+@pytest.mark.wide
 def test_every_part_has_its_tests() -> None:
     named = {path for source in files_of_tests() for path in covered(source)}
     modules = {s.path for s in sources(folders=("megaswift",)) if s.path.name != "__init__.py" and branches(s)}
@@ -91,6 +92,7 @@ def test_a_part_without_tests_is_found() -> None:
     assert parts_without_tests(modules, {Path("tests/a/test_other.py")}, {"megaswift/b/w.py"}) == ["megaswift/c"]
 
 
+@pytest.mark.wide
 def test_headers_name_modules_that_their_tests_reach() -> None:
     wrong = []
     for source in files_of_tests():

@@ -78,6 +78,7 @@ echo last
 """A job whose second line comes when someone has looked at it."""
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("launcher", ["local", "ssh"])
 def test_logs_that_are_followed_end_with_the_job(
     launcher: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -57,6 +57,7 @@ class Weights:
         yield from load_file(self.folder / "model.safetensors").items()
 
 
+@pytest.mark.process
 def test_a_copy_of_the_weights_answers(tasks: list[str], tmp_path: Path) -> None:
     """Each time with the weights that the engine has then; nothing of the copy is left behind it."""
     first = folder(tmp_path / "first")

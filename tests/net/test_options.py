@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.net.options import alone_cases, listed_options, outcomes, paired_cases, recorded_pairs, sampled_pairs
 from tests.net.record import DIFFERENCES, Difference, not_seen, read_differences, read_record, unlisted
 
@@ -23,6 +25,7 @@ def test_every_option_alone() -> None:
     assert not unlisted(read_record("alone.txt"), outcomes(alone_cases()), intended)
 
 
+@pytest.mark.wide
 def test_some_pairs() -> None:
     """A fixed sample with every option and every value of a selector, and the pairs that are listed as different."""
     intended = read_differences(DIFFERENCES.read_text())

@@ -529,6 +529,7 @@ def test_trackers_delay_the_end_by_thirty_seconds(count: int, monkeypatch: pytes
     error_exit.calls_left_behind.clear()
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("quick")
 def test_trackers_share_the_time_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "END_S", 4.0)
