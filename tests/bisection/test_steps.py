@@ -49,7 +49,7 @@ def recorded(text: str, folder: Path, pool: Pool, **options: object) -> tuple[Ta
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("text", ["dense tp2 pp2", "moe tp2 sp ep2 do"])
+@pytest.mark.parametrize("text", [pytest.param("dense tp2 pp2", marks=pytest.mark.slow), "moe tp2 sp ep2 do"])
 def test_no_difference(text: str, folder: Path, pool: Pool) -> None:
     _, found = recorded(text, folder, pool)
     assert found.first is None and not found.skipped
