@@ -410,6 +410,7 @@ def _load(folder: Path) -> Any:
     from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     AttentionInterface.register(ATTENTION, _attend)
     AttentionMaskInterface.register(ATTENTION, transformers.masking_utils.sdpa_mask)
     kind = AutoConfig.from_pretrained(folder).model_type

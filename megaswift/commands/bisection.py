@@ -63,6 +63,7 @@ rounding, in the order of computation. Further words are options of the run: --t
 
 def main(argv: list[str]) -> int:
     """Compare, print, and write the page; returns the exit code."""
+    log.quiet_libraries()
     parser = UserErrorArgumentParser(prog="megaswift bisect", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", type=Path, help="a YAML file of a run, or the folder of a trace")
     parser.add_argument(
