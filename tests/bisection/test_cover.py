@@ -32,6 +32,7 @@ def test_no_false_alarm(case: Case, dtype: str, tmp_path: Path, pool: Pool) -> N
     no_alarm(case, tmp_path, pool, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", TE_CASES, ids=str)
-def test_no_false_alarm_of_transformer_engines_layers(case: Case, tmp_path: Path, te_pool: Pool) -> None:
-    no_alarm(case, tmp_path, te_pool, "float32")
+def test_no_false_alarm_of_transformer_engines_layers(case: Case, dtype: str, tmp_path: Path, te_pool: Pool) -> None:
+    no_alarm(case, tmp_path, te_pool, dtype)
