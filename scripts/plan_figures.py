@@ -63,7 +63,7 @@ class Published:
 
     @property
     def error(self) -> float:
-        """Of the forecast, as a share of what was measured."""
+        """The error of the forecast, as a share of the measured value."""
         return self.tokens / self.measured - 1
 
     @property
@@ -127,7 +127,7 @@ def errors_text(found: list[Published]) -> str:
 
 
 def output(words: str) -> str:
-    """What `megaswift plan` prints."""
+    """Return the output of `megaswift plan`."""
     text = io.StringIO()
     with redirect_stdout(text):
         code = megaswift(["plan", *words.split()])

@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def bad(self) -> bool:
-        """Whether the difference is beyond the tolerance, or is no number."""
+        """True if the difference exceeds the tolerance, or is not a number."""
         return not self.difference <= self.expected
 
     @property
@@ -175,7 +175,7 @@ def compare(
 
 
 class _WholeNoise:
-    """How far whole tensors move in one perturbed step: of a shard with few elements it may be little by chance."""
+    """The distance that whole tensors move in a perturbed step. Shards with few elements may move little by chance."""
 
     def __init__(self, base: ReferenceStep, step: ReferenceStep, placement: Placement) -> None:
         self.base = base
@@ -191,7 +191,8 @@ class _WholeNoise:
             pairs: list[tuple[Tensor, Tensor]] = []
             if parameter:
                 found = plan_entry(self.placement.plan, entry.name)
-                a, b = self.base.parameters[entry.kind], self.step.parameters[entry.kind]
+                a = self.base.parameters[entry.kind]
+                b = self.step.parameters[entry.kind]
                 pairs = [] if found is None else [(a[name], b[name]) for name in found.hf]
             else:
                 pairs = [(self.base.activations[key], self.step.activations[key])]  # type: ignore[index]
@@ -271,13 +272,13 @@ def _repeated(rows: Mapping[Microbatch, Mapping[str, Tensor]]) -> Iterator[str]:
     """Name micro-batches of different replicas with the same tokens."""
     pairs = combinations(rows.items(), 2)
     for ((replica, number), fields), ((other, other_number), others) in pairs:
-        ids, other_ids = fields["input_ids"], others["input_ids"]
-        if replica != other and fields["loss_weights"].any() and torch.equal(ids, other_ids):
+        same = torch.equal(fields["input_ids"], others["input_ids"])
+        if same and replica != other and fields["loss_weights"].any():
             yield f"micro-batch {number} of replica {replica}, micro-batch {other_number} of replica {other}"
 
 
 def _labels_are_next_tokens(fields: Mapping[str, Tensor]) -> bool:
-    """Whether each label that counts follows its token, as far as the token after it is in the same document."""
+    """Return whether each label that counts is the next token, where that token belongs to the same document."""
     ids, labels, weights = (fields[name] for name in ("input_ids", LABELS, "loss_weights"))
     counted = weights[:, :-1] != 0
     if "cu_seqlens" in fields:

@@ -112,7 +112,7 @@ def _laid_out(
 
 @dataclass(frozen=True)
 class _Document:
-    """Where a document lies, and its tokens and weights."""
+    """The place of a document in the batch, with its tokens and weights."""
 
     number: Microbatch
     row: int

@@ -10,7 +10,11 @@ from megaswift.bisection.report import NAMED, agreement_text, suspect, verdict_t
 from megaswift.bisection.trace_folder import BACKWARD, GATHERED, KINDS, WEIGHT
 from megaswift.parallel.layout import Layout
 
-GROUP, NARROWEST, GAP, LEFT, TOP = 108, 26, 4, 150, 52
+GROUP = 108
+NARROWEST = 26
+GAP = 4
+LEFT = 150
+TOP = 52
 ROW = 24
 ROWS_SHOWN = 40
 STYLE = """

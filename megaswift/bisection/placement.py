@@ -147,10 +147,10 @@ class _Tensors:
         return self.tensors[name][tuple(where)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
         return self.tensors[name].dtype
 
 
 def is_activation(entry: Entry) -> bool:
-    """Whether the tensor is [tokens, columns]."""
+    """True for a tensor of shape [tokens, columns]."""
     return entry.kind in (OUTPUT, BACKWARD)

@@ -208,7 +208,7 @@ def _short(name: str) -> str:
 
 
 def _does_more_than_hugging_faces(module: nn.Module) -> bool:
-    """Whether a product is followed by a norm or a factor, in the same module."""
+    """Return whether a norm or a factor follows the product in the same module."""
     return isinstance(module, ScaledPostNormProjection) and (module.post_layernorm is not None or module.scale != 1.0)
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from megaswift.bisection.placement import Rows, plan_entry
+from megaswift.bisection.precision import ReorderedSums, Widened
 from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT
 from megaswift.bridge.plan import WeightPlan
 
@@ -36,7 +36,7 @@ Key = tuple[str, str, Microbatch | None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a step is taken by."""
+    """The settings of a reference step."""
 
     optimizer: str = "adam"
     lr: float = 1e-5
@@ -63,8 +63,7 @@ class Recipe:
 
 @dataclass
 class ReferenceStep:
-    """What one step computed, kept in float32: activations [s x b, columns] by key, parameters by kind and Hugging Face
-    name."""
+    """The float32 tensors of a step: activations [s x b, columns] by key, parameters by kind and Hugging Face name."""
 
     activations: dict[Key, Tensor] = field(default_factory=dict)
     parameters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -113,12 +112,12 @@ class HuggingFaceStep:
         if seed is None:
             model.to(self.dtype).to(wide)
             if wide == torch.float64:
-                mode = _Widened()
+                mode = Widened()
                 model.set_experts_implementation("eager")  # grouped products have no float64
         else:
             model.to(self.dtype)
             _perturb(model, seed)
-            mode = _ReorderedSums(seed)
+            mode = ReorderedSums(seed)
         step = ReferenceStep()
         gradients = {name: torch.zeros_like(p, dtype=wide) for name, p in model.named_parameters()}
         count = sum(float(fields["loss_weights"].sum()) for fields in rows.values()) or 1.0
@@ -377,7 +376,7 @@ class _Pass:
 
 
 def rows_of(fields: Mapping[str, Tensor]) -> Rows:
-    """How the tokens of a micro-batch lie."""
+    """Return the layout of a micro-batch's tokens."""
     return Rows(fields["valid"], fields.get("cu_seqlens"))
 
 
@@ -447,33 +446,6 @@ def _by_disk_name(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, dict(tensors))
-
-
-class _Widened(TorchFunctionMode):
-    """What a model computes in float32 whatever its dtype (norms, angles, routers) in float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let calls that name float32 name float64."""
-        if func is Tensor.float:
-            return Tensor.double(*args)
-        wide = [torch.float64 if a is torch.float32 else a for a in args]
-        return func(*wide, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
-
-
-class _ReorderedSums(TorchFunctionMode):
-    """Products add up in another order, which rounds otherwise: some gradients are sums that nearly cancel, whose
-    rounding errors do not come from their inputs."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Exchange columns of inputs and of matrices alike."""
-        if func is F.linear:
-            order = torch.randperm(args[0].shape[-1], generator=self.generator)
-            args = (args[0][..., order], args[1][:, order], *args[2:])
-        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

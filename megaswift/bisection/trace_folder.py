@@ -23,8 +23,14 @@ from megaswift.parallel.layout import Layout
 
 FORMAT = 1
 INDEX = "trace.json"
-INPUT, OUTPUT, LOSS, BACKWARD = "input", "output", "loss", "output_gradient"
-GRADIENT, CLIPPED, WEIGHT, GATHERED = "gradient", "clipped_gradient", "weight", "gathered_weight"
+INPUT = "input"
+OUTPUT = "output"
+LOSS = "loss"
+BACKWARD = "output_gradient"
+GRADIENT = "gradient"
+CLIPPED = "clipped_gradient"
+WEIGHT = "weight"
+GATHERED = "gathered_weight"
 KINDS = (INPUT, OUTPUT, LOSS, BACKWARD, GRADIENT, CLIPPED, WEIGHT, GATHERED)
 """In the order of a step."""
 OF_PARAMETERS = (GRADIENT, CLIPPED, WEIGHT, GATHERED)

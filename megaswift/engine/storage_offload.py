@@ -16,7 +16,7 @@ from megaswift.device_copy import HostBuffers
 
 
 def is_host_storage(storage: torch.UntypedStorage) -> bool:
-    """Whether it takes nothing of a device's memory."""
+    """Return whether the storage uses no device memory."""
     return storage.device.type == "cpu"
 
 

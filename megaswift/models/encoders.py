@@ -48,7 +48,7 @@ ENCODER_TASKS = ("embedding", "reranker", "seq_cls", "token_cls")
 
 @dataclass(frozen=True)
 class Encoder:
-    """What config.json says of an encoder."""
+    """The facts of an encoder in its config.json."""
 
     model_type: str
     longest: int | None

@@ -49,7 +49,7 @@ class Gpu:
 
     @property
     def plannable(self) -> bool:
-        """Whether all figures that a plan needs are there."""
+        """True if the row has every figure that a plan needs."""
         return None not in (self.bf16_tflops, self.link_gbs, self.memory_gib, self.hbm_gbs, self.network_gbs)
 
 

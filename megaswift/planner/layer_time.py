@@ -10,7 +10,7 @@ All rows have max_length tokens of one document.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from megaswift.memory.layer_activations import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJECTION, QKV, first_width
 from megaswift.memory.microbatch_setup import MicrobatchSetup
@@ -45,26 +45,10 @@ class Seconds:
     """What the launches of kernels take beyond all of these."""
 
     def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.elementwise + other.elementwise,
-            self.tensor_parallel + other.tensor_parallel,
-            self.context_parallel + other.context_parallel,
-            self.all_to_all + other.all_to_all,
-            self.host + other.host,
-        )
+        return Seconds(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def __mul__(self, factor: float) -> Seconds:
-        return Seconds(
-            self.products * factor,
-            self.attention * factor,
-            self.elementwise * factor,
-            self.tensor_parallel * factor,
-            self.context_parallel * factor,
-            self.all_to_all * factor,
-            self.host * factor,
-        )
+        return Seconds(*(getattr(self, f.name) * factor for f in fields(self)))
 
     @property
     def gpu(self) -> float:

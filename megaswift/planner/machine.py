@@ -54,7 +54,7 @@ class Machine:
         return self.gpu.hbm_gbs * GIGA * self.gpu.hbm_share
 
     def link(self, layout: Layout, axes: str) -> str:
-        """Which links a group of these axes crosses: the network if any of its ranks is on another node."""
+        """Return the links that a group of these axes crosses: the network if any of its ranks is on another node."""
         stride, ranks = _stride_and_ranks(layout, axes)
         return NETWORK if stride * ranks > self.domain else LINK
 

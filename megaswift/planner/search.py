@@ -49,7 +49,7 @@ RUNNERS_UP = 5
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned."""
+    """A run to plan, and the machine."""
 
     model: TrainedModel
     machine: Machine
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass
 class Plan:
-    """What the search has found."""
+    """The result of a search."""
 
     question: Question
     rows: list[Row] = field(default_factory=list)
@@ -223,8 +223,7 @@ def _legal_layouts(question: Question, plan: Plan) -> Iterator[_Layout]:
 
 
 def _least_work(tried: Sequence[_Tried]) -> list[StepOptions]:
-    """Of each micro-batch the settings with the least work: as little recomputation and as few bytes of states as
-    may be."""
+    """Return the settings with the least work for each micro-batch: the least recomputation and the smallest states."""
     least = {}
     for settings, options in tried:
         if not settings.get("optimizer_cpu_offload") and "recompute_granularity" not in settings:

@@ -45,7 +45,7 @@ OPTIM_FIELDS = frozenset(f.name for f in fields(OptimConfig))
 
 @dataclass(frozen=True)
 class FitChoice:
-    """What was chosen."""
+    """The chosen settings."""
 
     settings: Settings
     """Options that differ from the configuration's; empty: it fits as it is."""

@@ -16,7 +16,7 @@ TE_CASES = [*cover_te.default("dense"), *cover_te.default("moe")]
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
-def no_alarm(case: Case, folder: Path, pool: Pool, dtype: str) -> None:
+def assert_no_alarm(case: Case, folder: Path, pool: Pool, dtype: str) -> None:
     """Nothing differs, and nearly everything is compared."""
     model = models.build(case.variant, folder / "models" / case.variant)
     task = Task(case, model, folder / f"{case}-{dtype}".replace(" ", "-"), options={"torch_dtype": dtype})
@@ -29,10 +29,10 @@ def no_alarm(case: Case, folder: Path, pool: Pool, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_false_alarm(case: Case, dtype: str, tmp_path: Path, pool: Pool) -> None:
-    no_alarm(case, tmp_path, pool, dtype)
+    assert_no_alarm(case, tmp_path, pool, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", TE_CASES, ids=str)
 def test_no_false_alarm_of_transformer_engines_layers(case: Case, dtype: str, tmp_path: Path, te_pool: Pool) -> None:
-    no_alarm(case, tmp_path, te_pool, dtype)
+    assert_no_alarm(case, tmp_path, te_pool, dtype)

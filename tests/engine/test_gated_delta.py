@@ -20,6 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
+from megaswift.bisection.precision import Widened
 from megaswift.engine.gated_delta import (
     CHUNK,
     GatedDeltaWeights,
@@ -29,7 +30,6 @@ from megaswift.engine.gated_delta import (
     gated_delta_rule,
     rule_by_kernel,
 )
-from tests.parity.oracle import Widened
 
 TOLERANCE = 1e-9
 GROUPS, PER_GROUP, KEY_WIDTH, VALUE_WIDTH, TAPS = 2, 3, 8, 6, 4

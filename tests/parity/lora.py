@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from megaswift.bisection.precision import Widened
 from megaswift.bridge.initial_weights import initial_lora_a
 from megaswift.losses.contract import Batch
 from tests.parity.models import by_disk_name, disk_tensors
-from tests.parity.oracle import Oracle, Recipe, Reference, Widened, adamw
+from tests.parity.oracle import Oracle, Recipe, Reference, adamw
 
 RANK, ALPHA = 4, 6.0
 PREFIX = "base_model.model."

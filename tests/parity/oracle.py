@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.overrides import TorchFunctionMode
 
+from megaswift.bisection.precision import Widened
 from megaswift.losses.contract import Batch
 from tests.parity.models import EAGER, by_disk_name
 from tests.parity.mtp import heads, heads_by_disk_name
@@ -170,32 +170,6 @@ def adamw(parameters: Iterable[tuple[str, Tensor]], recipe: Recipe) -> torch.opt
 
 
 PerToken = Callable[[Tensor, Tensor], Tensor]
-
-
-class Widened(TorchFunctionMode):
-    """What a model computes in float32 whatever its dtype (norms, angles, routers) in float64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls that name float32, name float64."""
-        if func is Tensor.float:
-            return Tensor.double(*args)
-        wide = [torch.float64 if a is torch.float32 else a for a in args]
-        return func(*wide, **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()})
-
-
-class ReorderedSums(TorchFunctionMode):
-    """Sums of products in another order, which rounds otherwise."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Columns of inputs and of matrices are exchanged alike."""
-        if func is F.linear:
-            order = torch.randperm(args[0].shape[-1], generator=self.generator)
-            args = (args[0][..., order], args[1][:, order], *args[2:])
-        return func(*args, **(kwargs or {}))
 
 
 class Oracle:

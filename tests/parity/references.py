@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from megaswift.bisection.precision import ReorderedSums
 from tests.parity.cases import Case, global_batch
 from tests.parity.compare import distances
 from tests.parity.measure import STEPS
 from tests.parity.models import build, model_type
 from tests.parity.mtp import MTP
-from tests.parity.oracle import Recipe, Reference, ReorderedSums, reference
+from tests.parity.oracle import Recipe, Reference, reference
 
 AUX = Recipe(aux_coeff=0.02, z_coeff=0.01)
 NOISY = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "hy_v3")

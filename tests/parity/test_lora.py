@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaswift.bisection.precision import ReorderedSums
 from tests.parity import lora
 from tests.parity.cases import Case, global_batch, parse
 from tests.parity.compare import GRADIENT, compare, distances, table, tensors
 from tests.parity.measure import STEPS, Task
 from tests.parity.models import disk_tensors, model_type
-from tests.parity.oracle import Recipe, Reference, ReorderedSums
+from tests.parity.oracle import Recipe, Reference
 from tests.parity.pool import Pool
 from tests.parity.references import NOISY, ORDERS, References
 

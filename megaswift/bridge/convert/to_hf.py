@@ -32,7 +32,7 @@ from megaswift.folders.foreign import ForeignFolder, find_foreign_folder, foreig
 
 @dataclass(frozen=True)
 class MegatronToHfOptions:
-    """How a folder is made."""
+    """Options for writing a Hugging Face folder."""
 
     dtype: torch.dtype | None = None
     """One dtype for all tensors; None: each in the dtype it once had."""

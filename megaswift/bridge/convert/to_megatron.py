@@ -56,7 +56,7 @@ FILE_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class HfToMegatronOptions:
-    """How a checkpoint is made."""
+    """Options for writing a checkpoint."""
 
     layout: Mapping[str, int] = field(default_factory=dict)
     """Sizes of AXES that the checkpoint is meant for: checked against the model; the vocabulary is padded for this
@@ -140,7 +140,7 @@ def _check_megatron_lm(plan: WeightPlan) -> None:
 
 
 def _layers_of_stacks(spec: ModelSpec) -> int:
-    """How many layers share a tensor; 0 where layers differ, which Megatron-Core stores under names of their own."""
+    """Return the number of layers that share a tensor; 0 where layers differ and have names of their own."""
     return spec.num_layers if len({kind.scopes for kind in spec.layer_kinds}) == 1 else 0
 
 
@@ -156,7 +156,7 @@ def _check_layout(spec: ModelSpec, layout: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """Where tensors are put."""
+    """The destination of each tensor."""
 
     padded: int
     """Vocabulary rows."""
@@ -169,7 +169,7 @@ class _Arrangement:
     """Whether tensors that do not train are carried along."""
 
     def region(self, entry: PlanEntry) -> ShardedStateDictEntry:
-        """Where a parameter lies."""
+        """Return the region that a parameter occupies."""
         own = sharded_state_dict_entry(entry, self.padded)
         match = LAYER.fullmatch(own.key)
         if not self.layers or match is None:

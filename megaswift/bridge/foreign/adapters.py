@@ -105,7 +105,7 @@ def _find(
     stored: TorchDistSource,
     layers: int,
 ) -> _Stored | None:
-    """Where A or B of a projection's layer lies; None where it is not stored."""
+    """Find A or B of a projection's layer; None if it is not stored."""
     module = projection.megatron
     expert: tuple[int, ...] = ()
     if (match := re.search(r"mlp\.experts\.(\d+)\.", module)) is not None:
@@ -155,7 +155,7 @@ def _wrong(
 
 
 def _rank_by_rank(adapter: ModuleAdapterSpec, options: AdapterOptions) -> bool:
-    """Whether the ranks' rows of B lie one after the other, in another order than on one rank."""
+    """Return whether the ranks' rows of B lie one after the other, in another order than on one rank."""
     return options.tp > 1 and adapter.entry.expert is None and adapter.entry.shard == "column"
 
 

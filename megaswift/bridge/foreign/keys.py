@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where all parameters are stored, by their canonical keys, and what is wrong."""
+    """The stored location of every parameter, by canonical key, and the problems found."""
 
     parts: Mapping[str, tuple[Part, ...]]
     problems: tuple[Problem, ...]

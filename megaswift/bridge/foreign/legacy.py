@@ -33,7 +33,7 @@ _GROUPED = re.compile(r"(.*\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)"
 
 @dataclass(frozen=True)
 class _Rank:
-    """Which part of the model a file holds."""
+    """The part of the model that a file holds."""
 
     folder: str
     tensor: int
@@ -164,7 +164,9 @@ class LegacyKeys:
 
     def _of_entry(self, entry: PlanEntry, shards: Mapping[int, Sequence[str]]) -> Iterator[Part]:
         """The parts of one parameter or expert: for each rank the ranges of its shard."""
-        count = 1 if entry.shard == "replicated" else self.tensors.tp if entry.expert is None else self.tensors.etp
+        count = self.tensors.tp if entry.expert is None else self.tensors.etp
+        if entry.shard == "replicated":
+            count = 1
         dim = shard_dim(entry.rule)
         lead = () if entry.expert is None else (entry.expert,)
         keys = [shards[rank][0] if rank in shards else None for rank in range(count)]
@@ -298,7 +300,7 @@ def _first_layers(opened: Mapping[_Rank, LegacyFile]) -> dict[tuple[int, int], i
 
 
 def _local_experts(opened: Mapping[_Rank, LegacyFile]) -> int:
-    """How many experts a file has."""
+    """Return the number of experts in a file."""
     numbers = [0]
     for file in opened.values():
         for name in (name for chunk in file.chunks for name in chunk):

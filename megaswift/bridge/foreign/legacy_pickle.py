@@ -126,7 +126,7 @@ class PickledTensor:
 
     @property
     def dense(self) -> bool:
-        """Whether its elements lie in row-major order without gaps."""
+        """True if the elements lie in row-major order without gaps."""
         rows = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
         return all(n == 1 or s == d for n, s, d in zip(self.shape, self.strides, rows, strict=True))
 

@@ -26,7 +26,7 @@ LARGEST = 1 << 24
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """What the shapes of adapters do not say."""
+    """Settings of adapters that do not follow from their shapes."""
 
     file: Path
     alpha: float

@@ -22,7 +22,7 @@ SECOND = 2
 
 @dataclass(frozen=True)
 class EncoderTexts:
-    """How an encoder's tokenizer is used; plain values that travel to worker processes."""
+    """Settings of an encoder's tokenizer; plain values that travel to worker processes."""
 
     types: bool
     """Whether the model has types of tokens, by which it tells the texts of a pair apart."""

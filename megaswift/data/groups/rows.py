@@ -42,7 +42,7 @@ class RetrievalExample:
 
 @dataclass(frozen=True)
 class GroupTexts:
-    """How rows become the texts that the model reads; plain values that travel to worker processes."""
+    """Settings that turn rows into the texts that the model reads; plain values that travel to worker processes."""
 
     wants: str = ANY
     query_prompt: str = ""

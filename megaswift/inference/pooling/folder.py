@@ -47,7 +47,7 @@ ACTIVATIONS = {"Sigmoid": "sigmoid", "Identity": "identity"}
 
 @dataclass(frozen=True)
 class PoolingFolder:
-    """What a folder says of its vectors, scores or classes."""
+    """The facts in a folder about its vectors, scores or classes."""
 
     kind: str
     pooling: tuple[str, ...] = ("mean",)
@@ -170,7 +170,7 @@ def _activation(path: Any) -> str:
 
 
 def _with_modules(found: PoolingFolder, folder: Path, modules: Any, flag: str) -> PoolingFolder:
-    """What modules.json and the files beside it add."""
+    """Add the facts of modules.json and the files next to it."""
     kinds = [_type(module) for module in modules] if isinstance(modules, list) else []
     paths = [str(module.get("path", "")) for module in modules] if kinds else []
     last = {

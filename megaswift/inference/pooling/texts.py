@@ -156,7 +156,7 @@ def _qwen3_reranker_text(instruction: str, query: str, document: str) -> str:
 
 
 def _has_pair_roles(tokenizer: Any) -> bool:
-    """Whether the chat template writes messages of the roles query and document."""
+    """Return whether the chat template writes messages of the roles query and document."""
     if not tokenizer.chat_template:
         return False
     pair = [{"role": role, "content": text} for role, text in zip(("query", "document"), _PROBES, strict=True)]

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaswift.bisection.precision import Widened
 from megaswift.losses.contract import Batch
 from tests.engine.megatron.layers.delta_net_faults import plant
 from tests.parity.cases import Case, parse
 from tests.parity.measure import build as build_engine
 from tests.parity.models import build
-from tests.parity.oracle import Widened
 from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
