@@ -16,6 +16,7 @@ import torch
 from megaswift.trainers.distillation.on_policy import ROWS, STUDENT, writer_of_step
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.parity.pool import RankError
+from tests.rollout.sampling_server import Backend, Sglang, Vllm, serving
 from tests.trainers.inputs import write_conversations, write_model
 from tests.trainers.runs import run
 
@@ -129,6 +130,22 @@ def test_evaluation_is_the_divergence_of_held_out_rows(
     distilled(folder, tmp_path / "out", *alike, *held_out, *layout, ranks=ranks)
     (line,) = read_lines(tmp_path / "out/eval.jsonl")
     assert line["loss"] == pytest.approx(held_out_divergence(folder, 0.3, 0.8), rel=1e-5) and line["loss"] > 1e-3
+
+
+@SLOW
+@pytest.mark.parametrize(("name", "kind"), [("vllm_server", Vllm), ("sglang", Sglang)])
+@pytest.mark.parametrize("layout", [SPREAD, ("--tp", 2)], ids=["dp2", "tp2"])
+def test_servers_write_the_completions_of_the_sampler_in_the_run(
+    name: str, kind: type[Backend], layout: tuple[object, ...], folder: Path, tmp_path: Path
+) -> None:
+    """Stand-ins for the servers, which answer with the weights that each step sends them."""
+    alike = ("--lmbda", 1, "--max_completion_length", 6, "--max_length", 64, "--max_steps", 3, *layout)
+    wanted = distilled(folder, tmp_path / "transformers", *alike, "--rollout_batch_size", 1)
+    with serving(kind(folder / "model")) as url:
+        found = distilled(folder, tmp_path / name, *alike, "--rollout_backend", name, "--rollout_server_url", url)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    assert len({line["loss"] for line in wanted}) == 3
 
 
 STORED = ("--lmbda", 0, "--gkd_logits_topk", 4, "--max_steps", 2)
