@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megaswift.bisection.compare import Comparison
 from megaswift.bisection.judge import References, compare_with, references_of
@@ -55,11 +56,11 @@ class Planted:
     def __init__(self, pool: Pool, folder: Path) -> None:
         self.pool = pool
         self.folder = folder
-        self._references: tuple[tuple[str, str, bool], References] | None = None
+        self._references: tuple[Any, References] | None = None
 
     def answers(self, faults: Iterable[Fault]) -> Iterator[Answer]:
         """What bisect says of each, case after case."""
-        return map(self.answer, sorted(faults, key=lambda fault: (fault.case, fault.dtype)))
+        return map(self.answer, sorted(faults, key=lambda fault: (fault.case, fault.dtype, fault.options)))
 
     def answer(self, fault: Fault) -> Answer:
         """What bisect says of a fault."""
@@ -75,10 +76,10 @@ class Planted:
         case = parse(fault.case)
         model = models.build(case.variant, self.folder / "models" / case.variant)
         trace_folder = Path(tempfile.mkdtemp(dir=self.folder))
-        task = Task(case, model, trace_folder, fault, {"torch_dtype": fault.dtype})
+        task = Task(case, model, trace_folder, fault, {"torch_dtype": fault.dtype, **dict(fault.options)})
         self.pool.run("tests.bisection.ranks:record", task, case.world)
         trace = Trace.open(task.trace)
-        key = (fault.case, fault.dtype, fault.kind == "other_tokens")  # whose rows may be wrong
+        key = (fault.case, fault.dtype, fault.options, fault.kind == "other_tokens")  # whose rows may be wrong
         if self._references is None or self._references[0] != key:
             cfg = SwiftConfig(task="sft", model=str(model), **case.config(**options_of(task)))
             steps = references_of(trace, model, cfg)

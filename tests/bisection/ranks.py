@@ -52,7 +52,8 @@ def record(rank: int, world: int, task: Task) -> None:
 
         plant(task.fault, engine, context)
     mine = own(global_batch(task.case, task.step), task.case.dp, context.layout.coordinates(rank).dp)
-    record_step(engine, mine, CrossEntropy(), 4e-4, task.trace)
+    loss = CrossEntropy(float(task.options.get("label_smoothing_factor", 0.0)))
+    record_step(engine, mine, loss, 4e-4, task.trace)
     torch.distributed.barrier()
     context.close()
 

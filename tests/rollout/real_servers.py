@@ -24,7 +24,7 @@ from megaswift.rollout.server_client import SamplingServer, ServerError
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.rollout.test_transformers import weights
 from tests.sources import ROOT
-from tests.trainers.inputs import write_model
+from tests.trainers.inputs import write_conversations, write_model
 from tests.trainers.runs import finish, start
 from tests.trainers.test_grpo_run import REWARDS
 
@@ -112,41 +112,50 @@ def assert_takes_weights(made: Any, model: Path, gap: float) -> None:
         assert_same(made, alone, gap)
 
 
-def grpo(model: Path, folder: Path, *options: object, ranks: int = 1) -> list[dict[str, Any]]:
-    """Metrics of three steps by torchrun."""
-    rows = [{"prompt": f"{i % 10}+{(7 * i) % 10}=", "number": i} for i in range(12)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
-    inputs = [
-        "--model",
-        str(model),
-        "--dataset",
-        str(folder / "rows.jsonl"),
-        "--reward_funcs",
-        f"{folder / 'rewards.py'}:digits",
-        "--lr",
-        "1e-3",
-        "--num_generations",
-        "4",
-        "--max_completion_length",
-        "6",
-        "--max_length",
-        "32",
-        "--global_batch_size",
-        "8",
-        "--torch_dtype",
-        "float32",
-        "--report_to",
-        "none",
-        "--per_device_train_batch_size",
-        "4",
-        "--max_steps",
-        "3",
-    ]
-    process = start(inputs, folder / "out", *options, ranks=ranks, script="megaswift/grpo.py")
+USUAL: dict[str, object] = {
+    "--lr": "1e-3",
+    "--max_completion_length": 6,
+    "--global_batch_size": 8,
+    "--per_device_train_batch_size": 4,
+    "--torch_dtype": "float32",
+    "--report_to": "none",
+    "--max_steps": 3,
+}
+
+
+def trained(task: str, model: Path, rows: Path, *options: object, ranks: int) -> list[dict[str, Any]]:
+    """Metrics of three steps by torchrun, in a folder beside the rows."""
+    inputs = [str(w) for pair in {"--model": model, "--dataset": rows, **USUAL}.items() for w in pair]
+    process = start(inputs, rows.parent / "out", *options, ranks=ranks, script=f"megaswift/{task}.py")
     text = finish(process)
     assert process.returncode == 0, text[-5000:]
-    return read_lines(folder / "out" / "metrics.jsonl")
+    return read_lines(rows.parent / "out" / "metrics.jsonl")
+
+
+def grpo(model: Path, folder: Path, *options: object, ranks: int = 1) -> list[dict[str, Any]]:
+    prompts = [{"prompt": f"{i % 10}+{(7 * i) % 10}=", "number": i} for i in range(12)]
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
+    (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    rewards = ("--reward_funcs", f"{folder / 'rewards.py'}:digits", "--num_generations", 4, "--max_length", 32)
+    return trained("grpo", model, rows, *rewards, *options, ranks=ranks)
+
+
+def gkd(model: Path, folder: Path, *options: object, ranks: int = 1) -> list[dict[str, Any]]:
+    """All steps on the likeliest completions of the student; the teacher is another tiny model."""
+    folder.mkdir()
+    write_model(folder / "teacher", layers=3)
+    write_conversations(folder / "rows.jsonl")
+    own = ("--teacher_model", folder / "teacher", "--lmbda", 1, "--top_k", 1, "--max_length", 64)
+    return trained("gkd", model, folder / "rows.jsonl", *own, *options, ranks=ranks)
+
+
+def assert_distilled(lines: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """The same completions at every step, each by the weights of that step."""
+    for mine, theirs in zip(lines, wanted, strict=True):
+        assert mine["label_tokens"] == theirs["label_tokens"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert len({line["loss"] for line in wanted}) == 3
 
 
 def assert_on_policy(lines: list[dict[str, Any]], gap: float) -> None:

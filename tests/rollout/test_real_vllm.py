@@ -21,10 +21,12 @@ from megaswift.rollout.weight_transfer import vllm_servers
 from tests.inference.models import adapters, plain
 from tests.rollout.real_servers import (
     NEW,
+    assert_distilled,
     assert_on_policy,
     assert_same,
     assert_takes_weights,
     free_port,
+    gkd,
     grpo,
     running,
     write_wide_model,
@@ -200,3 +202,23 @@ def test_a_run_is_sampled_in_its_own_processes(
     assert_on_policy(
         grpo(model, tmp_path, "--rollout_backend", "vllm", "--train_type", train_type, *layout, ranks=ranks), GAP
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, ()), (2, ("--tp", 2)), (2, ("--tp", 2, "--vllm_tensor_parallel_size", 2, *EAGER))]
+)
+def test_distillation_is_sampled_in_its_own_processes(
+    ranks: int, layout: tuple[object, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The likeliest tokens, so that losses of later steps need the weights of the steps before them."""
+    for name, value in CPU.items():
+        monkeypatch.setenv(name, value)
+    wanted = gkd(model, tmp_path / "transformers")
+    assert_distilled(gkd(model, tmp_path / "vllm", "--rollout_backend", "vllm", *layout, ranks=ranks), wanted)
+
+
+def test_distillation_is_sampled_by_a_server(model: Path, tmp_path: Path) -> None:
+    wanted = gkd(model, tmp_path / "transformers")
+    with sampler_server(model, tmp_path / "log") as url:
+        run = ("--rollout_backend", "vllm_server", "--rollout_server_url", url)
+        assert_distilled(gkd(model, tmp_path / "vllm", *run), wanted)
