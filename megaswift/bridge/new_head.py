@@ -14,10 +14,9 @@ from torch import Tensor
 
 from megaswift.bridge.hf.source import Slices, WeightSource
 from megaswift.bridge.initial_weights import seeded_normal
+from megaswift.models.heads import BIAS, NEW
 from megaswift.models.spec import ModelSpec
 
-NEW = "score.weight"
-BIAS = "score.bias"
 POOLER = "pooler"
 """The layer behind an encoder's first token: before the head of a classifier of texts, and not part of an embedding."""
 
@@ -27,13 +26,6 @@ def new_head_weight(spec: ModelSpec, seed: int) -> Tensor:
     this model, or as the spec says."""
     std = spec.hf_config.get("initializer_range", 0.02) if spec.new_head_std is None else spec.new_head_std
     return seeded_normal(NEW, (spec.labels, spec.hidden_size), float(std), seed)
-
-
-def head_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the names of the tensors of a classifier's head; none for other models."""
-    if not spec.scored:
-        return ()
-    return (NEW, BIAS) if spec.score_bias else (NEW,)
 
 
 def encoder_head_names(model: Any, names: Iterable[str]) -> set[str]:

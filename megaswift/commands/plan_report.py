@@ -15,7 +15,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.sections import OPTIONS
 from megaswift.config.swift_config import config_yaml_text
 from megaswift.memory.checkpoint_bytes import checkpoint_bytes
-from megaswift.planner.search import Plan, Row
+from megaswift.planner.search import Plan, Question, Row
 from megaswift.planner.settings import Settings, with_settings
 from megaswift.run.checks.fit import settings_text
 from megaswift.run.checks.layout_plan import BATCH_OPTIONS, options_of_row
@@ -64,12 +64,11 @@ class PlanReport:
         q = self.plan.question
         gpu = q.machine.gpu
         said = "" if self.batch_given else ", assumed: --global_batch_size says another"
-        options = q.options
         lines = [
             f"{self.cfg.task} of {self.cfg.model.model} ({self.cfg.model.train_type}, {q.model.kernels.dtype}) on "
             f"{q.gpus} x {gpu.name}, {q.machine.gpus_per_node} a node; {bytes_text(q.usable)} usable of "
             f"{gpu.memory_gib} GiB",
-            f"a step: {q.global_batch} rows of {options.max_length} tokens{said}",
+            f"a step: {_batch_text(q)}{said}{_scoring_text(q)}",
             f"{self.plan.legal} legal layouts timed; memory of {self.plan.compared} of them computed, in "
             f"{self.plan.combinations} combinations of micro-batch and settings",
             "memory by the formulas of docs/memory.md; time by roofline from data sheets and assumed shares, not "
@@ -220,6 +219,7 @@ def memory_parts(row: Row) -> dict[str, int]:
     activations = memory.activations
     return {
         "weights": held.weights + held.first_values,
+        "reference": held.reference,
         "FP8 copies of weights": held.fp8_copies,
         "gradients": held.gradients,
         "main weights": held.main_weights,
@@ -231,6 +231,18 @@ def memory_parts(row: Row) -> dict[str, int]:
         "batches": activations.batches,
         "communicators": row.communicators,
     }
+
+
+def _batch_text(q: Question) -> str:
+    """`32 rows of 4096 tokens`, `32 pairs of 2 x 4096 tokens`."""
+    objective = q.options.objective
+    each = f"{objective.documents} x " if objective.documents > 1 else ""
+    return f"{q.global_batch} {objective.unit} of {each}{q.options.max_length} tokens"
+
+
+def _scoring_text(q: Question) -> str:
+    passes = q.options.objective.forward_passes
+    return f"; {passes:g} forward {'pass' if passes == 1 else 'passes'} over them before it" if passes else ""
 
 
 def layout_text(row: Row) -> str:

@@ -99,7 +99,7 @@ def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
     """Returns the bytes that one model chunk keeps."""
     m = setup.options.model
     layers = list(chunk.layers)
-    angles = 4 * setup.positions * setup.spec.rotated_width
+    angles = 4 * setup.row_positions * setup.spec.rotated_width
     final = final_norm_bytes(setup) if chunk.loss else 0
     if m.recompute_granularity != "full":
         modules = recomputed_modules(setup)
@@ -154,7 +154,8 @@ def _all_kept(setup: MicrobatchSetup, layer: int, modules: Sequence[str] = ()) -
     layout = setup.layout
     sizes = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
     options = setup.options
-    key = (sizes, options.rows, options.max_length, options.lora_dropout, setup.kernels, layer, tuple(modules))
+    rows = (setup.rows, options.shares_rows, options.max_length)
+    key = (sizes, rows, options.lora_dropout, setup.kernels, layer, tuple(modules))
     known = setup.parts.kept_by_layer
     if key not in known:
         known[key] = sum(kept_by_layer(setup, layer, modules).values())
@@ -206,13 +207,15 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     width = setup.width
     hidden = tokens * spec.hidden_size * width
     if spec.head != VOCABULARY:
-        return HeadBytes(hidden, hidden)
+        read = setup.rows * spec.hidden_size * width if setup.options.objective.last_tokens else hidden
+        return HeadBytes(read, hidden)
     model = setup.options.model
     shape = HeadShape(
         rows=tokens,
         hidden_size=spec.hidden_size,
         width=padded_vocabulary_size(spec, setup.layout.tp) // setup.layout.tp,
         element_bytes=width,
+        fields=setup.options.objective.fields,
         float32_products=model.fp32_lm_head,
         extra_tiles=int(spec.features.logit_softcap is not None or spec.features.logit_scale != 1.0),
         weight_trained=trains,

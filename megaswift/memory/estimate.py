@@ -114,13 +114,14 @@ class RunParameters:
         return self.stages_by_kind if self.parts.alike_by_kind else range(len(self.stages))
 
     def _held_by(self, stage: int, options: StepOptions) -> HeldBytes:
-        key = (stage, options.optim, options.distributed_optimizer)
+        key = (stage, options.optim, options.distributed_optimizer, options.objective.reference)
         if key not in self._held:
             self._held[key] = held_bytes(options, self.kernels.dtype, self.layout, self.of_stage(stage))
         return self._held[key]
 
     def _kept_by(self, stage: int, options: StepOptions) -> ActivationBytes:
-        sizes = (options.rows, options.passes, options.max_length, options.lora_dropout)
+        o = options
+        sizes = (o.rows, o.shares_rows, o.objective, o.passes, o.max_length, o.lora_dropout)
         m = options.model
         recompute = (m.recompute_granularity, m.recompute_modules, m.recompute_method, m.recompute_num_layers)
         key = (stage, *recompute, *sizes, options.optim.main_grads_dtype)

@@ -124,9 +124,9 @@ def _attention(setup: MicrobatchSetup, layer: int) -> Kept:
         kept |= _norm(setup, "key norm", t * setup.kv_heads, spec.head_dim, full)
     keys = t * k
     if torch_attention:
-        kept["cosine and sine"] = 4 * w * setup.positions * int(spec.rotated_width * spec.rope.partial)
+        kept["cosine and sine"] = 4 * w * setup.row_positions * int(spec.rotated_width * spec.rope.partial)
         keys = t * setup.layout.cp * a  # KV heads are repeated, and the whole sequence's are gathered
-        if setup.layout.cp > 1:
+        if setup.layout.cp > 1 or (setup.options.shares_rows and setup.rows > 1):  # one document at a time
             kept["joined output"] = w * t * a
         if spec.qk_norm and w == 4:
             kept["key norm input"] = w * t * (a + 2 * k)  # a view of the joined projections, which no copy frees

@@ -53,13 +53,18 @@ class MicrobatchSetup:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch; packed rows count as rows."""
-        return self.options.rows
+        """Documents of a micro-batch: rows, or both answers of pairs; packed rows count as rows."""
+        return self.options.rows * self.options.objective.documents
 
     @property
     def positions(self) -> int:
         """Positions of a row on this rank: rows of max_length tokens, as long as the data may be."""
         return -(-self.options.max_length // self.layout.cp)
+
+    @property
+    def row_positions(self) -> int:
+        """Positions of a row on this rank where documents may share one."""
+        return self.tokens if self.options.shares_rows else self.positions
 
     @property
     def tokens(self) -> int:

@@ -15,6 +15,7 @@ from functools import cached_property
 
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.models.family import Family, family_of
+from megaswift.models.heads import head_names
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.qlora import is_four_bit_weight
 from megaswift.models.spec import ModelSpec
@@ -87,7 +88,8 @@ class TrainedParts:
         adapters: dict[str, list[Projection]] = defaultdict(list)
         for p in [] if full else select_projections(family, spec, lora.target_modules, lora.target_parameters):
             adapters[p.megatron].append(p)
-        saved = [] if full else modules_to_save_tensor_names(family, spec, lora.modules_to_save)
+        # a classifier's head trains whole beside adapters
+        saved = [] if full else [*modules_to_save_tensor_names(family, spec, lora.modules_to_save), *head_names(spec)]
         return cls(
             full,
             model.freeze_parameters,

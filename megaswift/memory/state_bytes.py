@@ -8,6 +8,7 @@ in half precision, else 4):
     gradients          4 n of what trains (`grad_reduce_in_fp32`); 2 n with main_grads_dtype bf16
     main weights       4 n in half precision; with the precision-aware optimizer and bfloat16 2 n (the remainder)
     Adam's moments     8 n, 2 n less for each in bf16; SGD with momentum 4 n
+    reference          w n, on the device or in host memory
     host Adam          moments in host memory (a fraction of them: up to one parameter fewer), with two buffers of at
                        most 2^24 float32 numbers
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass, fields
 
 from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
+from megaswift.memory.objective import DEVICE, HOST
 from megaswift.memory.rank_parameters import RankParameters
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.options.model import ModelConfig
@@ -57,6 +59,8 @@ class HeldBytes:
     """Optimizer states in host memory; not on the device."""
     fp8_copies: int = 0
     """Weights of FP8 products and their transposes, which Transformer Engine keeps between micro-batches."""
+    reference: int = 0
+    """Weights of the reference of preference learning, a copy of all tensors of the model."""
 
     def __add__(self, other: HeldBytes) -> HeldBytes:
         return HeldBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -69,7 +73,8 @@ class HeldBytes:
     @property
     def device(self) -> int:
         """All that is on the device."""
-        return self.weights + self.fp8_copies + self.gradients + self.optimizer + self.first_values
+        weights = self.weights + self.fp8_copies + self.reference + self.first_values
+        return weights + self.gradients + self.optimizer
 
 
 def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequence[RankParameters]) -> HeldBytes:
@@ -86,6 +91,7 @@ def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequenc
     fraction = o.optimizer_offload_fraction if o.optimizer_cpu_offload else 0.0
     frozen = sum(_frozen_bytes(chunk, width) for chunk in chunks)
     total = HeldBytes(weights=frozen, fp8_copies=_fp8_copies(options.model, chunks))
+    total += _reference(options, width, chunks)
     largest = 0
     for buffer in _gradient_buffers(layout, chunks):
         elements = buffer.padded if sharded else buffer.elements
@@ -108,6 +114,12 @@ def _frozen_bytes(chunk: RankParameters, width: int) -> int:
         for p, n in chunk.items()
         if not p.trains
     )
+
+
+def _reference(options: StepOptions, width: int, chunks: Sequence[RankParameters]) -> HeldBytes:
+    copied = width * sum(n * p.elements for chunk in chunks for p, n in chunk.items())
+    where = options.objective.reference
+    return HeldBytes(reference=copied if where == DEVICE else 0, host=copied if where == HOST else 0)
 
 
 def _fp8_copies(model: ModelConfig, chunks: Sequence[RankParameters]) -> int:

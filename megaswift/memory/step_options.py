@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megaswift.engine.options.optimizer import OptimConfig
+from megaswift.memory.objective import Objective
 from megaswift.models.options.model import ModelConfig
 
 
@@ -17,11 +18,14 @@ class StepOptions:
     distributed_optimizer: bool
     """Whether the optimizer's states are divided by the data-parallel ranks, where the optimizer allows it."""
     rows: int
-    """Rows of a micro-batch; packed rows count as rows."""
+    """Rows of a micro-batch, or pairs of answers; packed rows count as rows."""
     passes: int
     """Micro-batches of a step on each data-parallel rank."""
     max_length: int
     """Tokens of a row, as long as the data may be."""
     lora_dropout: float
+    shares_rows: bool = False
+    """Whether the documents of a micro-batch lie in one row."""
+    objective: Objective = field(default_factory=Objective)
     expert_imbalance: float = 1.0
     """Tokens of the fullest expert-parallel rank over those of an even choice of experts."""

@@ -15,6 +15,9 @@ from megaswift.errors import Problem
 from megaswift.models.encoders import is_encoder
 from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, ModelSpec
 
+NEW = "score.weight"
+"""The weight of a classifier's head."""
+BIAS = "score.bias"
 LANGUAGE = "ForCausalLM"
 CLASSIFIER = "ForSequenceClassification"
 TOKEN_CLASSIFIER = "ForTokenClassification"
@@ -34,6 +37,13 @@ def head_of(config: Mapping[str, Any], architecture: str = "") -> str | None:
     if architecture.endswith(LANGUAGE) and _renamed(architecture, NO_HEAD) in names:
         return NO_HEAD
     return next((kind for kind in (SCORE, TOKEN_SCORE) if any(name.endswith(SUFFIXES[kind]) for name in names)), None)
+
+
+def head_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the tensors of a classifier's head; none for other models."""
+    if not spec.scored:
+        return ()
+    return (NEW, BIAS) if spec.score_bias else (NEW,)
 
 
 def label_count(config: Mapping[str, Any]) -> int:

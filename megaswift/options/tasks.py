@@ -66,6 +66,8 @@ ALIGNMENT = PREFERENCES + DISTILLATION + RL
 """Tasks that `rlhf_type` may name."""
 DATASETS = (*LANGUAGE, *TASK_TYPES, *DISTILLATION, *PREFERENCES)
 """Tasks that train on the rows of a data set themselves."""
+PLANNED = (*LANGUAGE, *PREFERENCES, *CLASSIFIERS)
+"""Tasks whose memory and time are known before a run (`megaswift plan`)."""
 CHATS = (*SFT, "seq_cls", *ALIGNMENT)
 """Tasks of conversations."""
 VISION_TASKS = (*SFT, "dpo", "cpo", "simpo", *GRPO)

@@ -59,13 +59,18 @@ class Question:
     options: StepOptions
     """As the run has them; rows and passes are the plan's."""
     global_batch: int
-    """Rows of a step."""
+    """Rows of a step, or pairs of answers."""
     request: LayoutRequest
     """The layout as the run has it."""
     fixed: Collection[str]
     """Options that stay as they are."""
     left_open: Collection[str]
     """Settings that may change."""
+
+    @property
+    def documents(self) -> int:
+        """Documents of a step: rows, or both answers of pairs."""
+        return self.global_batch * self.options.objective.documents
 
 
 @dataclass(frozen=True)
@@ -146,8 +151,10 @@ def search(question: Question, wanted: int = 20) -> Plan:
     plan = Plan(question)
     layouts = sorted(_legal_layouts(question, plan), key=lambda layout: layout.least.total)
     length = question.options.max_length
-    flops = flop_formula(question.model).step(length, length**2) * question.global_batch / question.gpus
-    tokens = length * question.global_batch / question.gpus
+    documents = question.documents
+    formula = flop_formula(question.model, question.options.objective.forward_passes)
+    flops = formula.step(length, length**2) * documents / question.gpus
+    tokens = length * documents / question.gpus
     found: dict[tuple[int, ...], Row] = {}
     for layout in layouts:
         slowest = sorted(row.time.total for row in found.values())[wanted - 1 : wanted]
@@ -181,9 +188,9 @@ def search(question: Question, wanted: int = 20) -> Plan:
     return plan
 
 
-def flop_formula(model: TrainedModel) -> StepFlopFormula:
+def flop_formula(model: TrainedModel, passes: float = 0) -> StepFlopFormula:
     """Returns the formula of the metric `tflops_per_device`: of experts those active for a token, no input embedding,
-    and two thirds of what is frozen."""
+    and two thirds of what is frozen; with so many forward passes before the step."""
     spec = model.spec
     (held,) = model.on(Layout(1), PipelineSplit()).of_stage(0)
     active = {True: 0.0, False: 0.0}
@@ -194,7 +201,8 @@ def flop_formula(model: TrainedModel) -> StepFlopFormula:
     base = active[False] + (spec.mtp_layers - (0 if spec.tied else 1)) * spec.vocab_size * spec.hidden_size
     parameters = base if model.parts.full else base * 2 / 3 + active[True]
     attention, state = mixer_flop_sizes(spec)
-    return StepFlopFormula(int(parameters), attention, state=state)
+    forward = base + active[True]
+    return StepFlopFormula(int(parameters), attention, passes, int(forward), state)
 
 
 def _legal_layouts(question: Question, plan: Plan) -> Iterator[_Layout]:

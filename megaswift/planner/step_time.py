@@ -1,5 +1,5 @@
 """Time of a training step by part: the slowest pipeline stage's passes, the bubble, exchanges of gradients and weights,
-the optimizer.
+the optimizer; and the forward passes of a reference before it.
 
 Owns how layers add up to a step. With T_p the time of a micro-batch on stage p, m micro-batches and v chunks a stage,
 the stages take m max(T) + (sum(T) - max(T)) / v (Narayanan et al. 2021, arXiv:2104.04473). Gradients are reduced during
@@ -16,6 +16,7 @@ from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
 from megaswift.memory.activation_bytes import recomputed_modules
 from megaswift.memory.estimate import RunParameters
 from megaswift.memory.microbatch_setup import MicrobatchSetup
+from megaswift.memory.objective import DEVICE, HOST
 from megaswift.memory.rank_parameters import RankParameters
 from megaswift.memory.state_bytes import state_bytes_per_element
 from megaswift.memory.step_options import StepOptions
@@ -42,6 +43,8 @@ class StepTime:
     data_parallel: float
     """Gradients and weights that no pass hides."""
     optimizer: float
+    scoring: float
+    """Forward passes before the step, and the exchange of the model's weights with the reference's."""
     links: Mapping[str, str]
     """Axis -> the links that its groups cross."""
 
@@ -49,7 +52,7 @@ class StepTime:
     def total(self) -> float:
         """All of it."""
         rest = self.recomputation + self.pipeline + self.bubble + self.data_parallel + self.optimizer
-        return self.passes.total + rest
+        return self.passes.total + rest + self.scoring
 
     def parts(self) -> dict[str, float]:
         """Seconds by the name of a part."""
@@ -66,6 +69,7 @@ class StepTime:
             "bubble": self.bubble,
             "data parallel": self.data_parallel,
             "optimizer": self.optimizer,
+            "scoring passes": self.scoring,
         }
 
 
@@ -87,7 +91,7 @@ class TimeModel:
         o = setup.options
         sizes = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
         kind = (setup.spec.layer_kinds[layer], setup.parts.adapted_modules.get(layer))
-        key = (sizes, kind, o.rows, o.optim.main_grads_dtype)
+        key = (sizes, kind, setup.rows, o.optim.main_grads_dtype)
         if key not in self.layers:
             self.layers[key] = layer_time(setup, layer, self.machine)
         return self.layers[key]
@@ -95,7 +99,7 @@ class TimeModel:
     def head(self, setup: MicrobatchSetup) -> tuple[Seconds, Seconds]:
         """Returns the time of the vocabulary head."""
         layout = setup.layout
-        key = (layout.tp, layout.cp, layout.sequence_parallel, setup.options.rows, setup.options.optim.main_grads_dtype)
+        key = (layout.tp, layout.cp, layout.sequence_parallel, setup.rows, setup.options.optim.main_grads_dtype)
         if key not in self.heads:
             self.heads[key] = head_time(setup, self.machine)
         return self.heads[key]
@@ -107,8 +111,9 @@ class RunTime:
     def __init__(self, model: TimeModel, run: RunParameters) -> None:
         self.model = model
         self.run = run
-        self._stages: dict[tuple[Any, ...], tuple[_Stage, float]] = {}
+        self._stages: dict[tuple[Any, ...], _Pipeline] = {}
         self._updates: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+        self._largest = max(_elements(run.of_stage(stage)) for stage in run.stages_by_kind)
         self._trained = [_trained_elements(run.of_stage(stage)) for stage in run.stages_by_kind]
         axes = [axis for axis in COMMUNICATING if run.layout.size(axis) > 1]
         self._links = {axis: model.machine.link(run.layout, axis) for axis in axes}
@@ -117,18 +122,33 @@ class RunTime:
         """Returns the time of a step with these options."""
         layout = self.run.layout
         m = options.passes
-        slowest, every = self._slowest(options)
+        stages = self._pipeline(options)
+        slowest = stages.slowest
         reduce, gather, optimizer = self._update(options)
         last = slowest.backward.total + slowest.again
         return StepTime(
             (slowest.forward + slowest.backward) * m,
             slowest.again * m,
             m * self._messages(options),
-            (every - slowest.total) / layout.vpp,
+            (stages.every - slowest.total) / layout.vpp,
             max(0.0, reduce - last) + max(0.0, gather - slowest.forward.total),
             optimizer,
+            self._scoring(options, stages),
             self._links,
         )
+
+    def _scoring(self, options: StepOptions, stages: _Pipeline) -> float:
+        """Seconds of the forward passes before a step; the weights are exchanged with the reference's before and after
+        them: a copy, and two more, each read and written."""
+        objective = options.objective
+        once = options.passes * (stages.slowest_forward + self._messages(options) / 2)
+        bubble = (stages.every_forward - stages.slowest_forward) / self.run.layout.vpp
+        copied = 2 * self.run.kernels.width * self._largest
+        exchange = {
+            DEVICE: 6 * copied / self.model.machine.memory_rate,
+            HOST: 2 * copied / (HOST_LINK * GIGA),
+        }.get(objective.reference, 0.0)
+        return objective.forward_passes * (once + bubble) + exchange
 
     def _messages(self, options: StepOptions) -> float:
         """Seconds of a micro-batch's messages to and from the neighbours; interleaved, the next chunk's pass hides
@@ -143,8 +163,8 @@ class RunTime:
         size = setup.residual_tokens * run.spec.hidden_size * setup.width
         return 2 * (MESSAGE + self.model.machine.seconds("send_recv", size, layout, "pp"))
 
-    def _slowest(self, options: StepOptions) -> tuple[_Stage, float]:
-        """The slowest stage, and seconds of all stages together, for a micro-batch."""
+    def _pipeline(self, options: StepOptions) -> _Pipeline:
+        """The stages' seconds for a micro-batch."""
         m = options.model
         recompute = (m.recompute_granularity, m.recompute_modules, m.recompute_method, m.recompute_num_layers)
         key = (options.rows, options.optim.main_grads_dtype, *recompute)
@@ -158,8 +178,12 @@ class RunTime:
                 if any(chunk.loss for chunk in chunks):
                     stage = stage.plus(*self.model.head(setup))
                 stages.append((stage, count))
-            slowest = max((stage for stage, _ in stages), key=lambda stage: stage.total)
-            self._stages[key] = (slowest, sum(stage.total * count for stage, count in stages))
+            self._stages[key] = _Pipeline(
+                max((stage for stage, _ in stages), key=lambda stage: stage.total),
+                sum(stage.total * count for stage, count in stages),
+                max(stage.forward.total for stage, _ in stages),
+                sum(stage.forward.total * count for stage, count in stages),
+            )
         return self._stages[key]
 
     def _stage(self, setup: MicrobatchSetup, layers: list[int]) -> _Stage:
@@ -218,6 +242,11 @@ class RunTime:
         return reduce, gather, optimizer
 
 
+def _elements(chunks: list[RankParameters]) -> int:
+    """Elements of a stage's parameters."""
+    return sum(parameter.elements * count for chunk in chunks for parameter, count in chunk.items())
+
+
 def _trained_elements(chunks: list[RankParameters]) -> dict[bool, int]:
     """Elements of a stage's trained parameters, of experts (True) and others."""
     found = {False: 0, True: 0}
@@ -245,3 +274,15 @@ class _Stage:
         return replace(
             self, forward=self.forward + forward, backward=self.backward + backward, again=self.again + again
         )
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A micro-batch on all stages."""
+
+    slowest: _Stage
+    every: float
+    """Seconds of all stages together."""
+    slowest_forward: float
+    """Seconds of the forward pass on the stage where it takes most."""
+    every_forward: float

@@ -28,8 +28,8 @@ from megaswift.engine.protocol import Engine, EngineSizeReport
 from megaswift.evaluation.training import TaskSettings, TrainingTasks
 from megaswift.folders.checkpoint import shown_model_folder
 from megaswift.folders.source import locate_model
-from megaswift.losses.kto import uses_delta, uses_kl
-from megaswift.losses.options.preference import loss_types_of, needs_reference
+from megaswift.losses.options.preference import needs_reference
+from megaswift.memory.objective import forward_passes_before_step
 from megaswift.models.family import read_config_json
 from megaswift.models.flops import StepFlopFormula
 from megaswift.models.spec import ModelSpec
@@ -402,20 +402,10 @@ def ask_reference(
 
 
 def forward_pass_count_before_step(cfg: SwiftConfig, dp: int = 1) -> float:
-    """Count the forward passes of a step before it trains: for the reference's scores, KTO's reference point, BCO's
-    running mean, or a policy's log-probabilities.
-
-    A pass over KTO's mismatched answers counts as a whole one, because they have as many tokens as the batch's own.
-    """
+    """Count the forward passes of a step before it trains: for a reference, or a policy's log-probabilities."""
     if cfg.task in RL:
         return rl_settings(cfg, dp).forward_passes
-    if not needs_reference(cfg):
-        return 0
-    loss_type = loss_types_of(cfg)[0]
-    if uses_kl(loss_type):
-        return 3  # the model on mismatched answers, and the reference on these and on the batch's own
-    by_reference = not cfg.preference.precompute_ref_log_probs
-    return by_reference + uses_delta(loss_type)
+    return forward_passes_before_step(cfg)
 
 
 def model_files(plan: RunPlan, engine: Engine, tokenizer: Any, task: Task) -> ModelFiles:

@@ -21,4 +21,4 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def run_of(name: str, **options: Any) -> SwiftConfig:
-    return SwiftConfig(task="sft", model=name, **{"max_length": 4096, **options})
+    return SwiftConfig(model=name, **{"task": "sft", "max_length": 4096, **options})

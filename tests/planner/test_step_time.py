@@ -110,6 +110,28 @@ def test_gradients_that_no_pass_hides() -> None:
     assert step("qwen3-8b", Layout(8), passes=4).data_parallel == 0
 
 
+def test_a_reference_adds_a_forward_pass_and_the_exchange_of_weights() -> None:
+    """DPO of pairs: each micro-batch has twice the tokens; the forward pass is a third of the products. The exchange
+    copies the weights and writes both sides, forth and back: six times read and written. On the host twice over the
+    link. Nothing for adapters on a frozen base but the pass."""
+    plain = step("qwen3-8b", Layout(8), passes=4, rows=2)
+    dpo = step("qwen3-8b", Layout(8), passes=4, task="dpo")
+    assert dpo.passes.total == pytest.approx(plain.passes.total, rel=1e-3)
+    assert plain.scoring == 0
+    forward = plain.passes.products / 3 + plain.passes.attention / 3.5
+    exchange = 6 * 2 * 2 * (LINEAR + 2 * HEAD) / (0.8 * 3350e9)
+    assert forward + exchange < dpo.scoring < 1.12 * forward + exchange
+    host = step("qwen3-8b", Layout(8), passes=4, task="dpo", offload_reference=True).scoring
+    assert host - dpo.scoring == pytest.approx(2 * 2 * 2 * (LINEAR + 2 * HEAD) / 20e9 - exchange, rel=1e-3)
+    known = step("qwen3-8b", Layout(8), passes=4, task="dpo", precompute_ref_log_probs=True)
+    assert known.scoring == 0 and known.total < dpo.total
+    lora = step("qwen3-8b", Layout(8), passes=4, task="dpo", train_type="lora").scoring
+    assert forward < lora < 1.3 * forward, "the pass is taken to have the adapters' products"
+    assert step("qwen3-8b", Layout(8), passes=4, rows=2, task="kto").scoring > 2.9 * forward
+    staged = step("qwen3-8b", Layout(8, pp=4), passes=8, task="dpo", train_type="lora", precompute_ref_log_probs=False)
+    assert staged.scoring > lora * 8 / 4 / 4, "the pipeline fills and drains"
+
+
 def test_a_small_model_waits_for_the_host() -> None:
     small = step("qwen3-0.6b", Layout(1), max_length=256)
     assert small.passes.host > 0.3 * small.total

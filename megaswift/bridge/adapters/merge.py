@@ -22,7 +22,7 @@ from megaswift.bridge.convert.hf_output import HfFolderPlan
 from megaswift.bridge.convert.job import file_change_stamps, split_region_into_blocks
 from megaswift.bridge.hf.source import TensorMeta, WeightSource
 from megaswift.bridge.hf.writer import MAX_SHARD_BYTES
-from megaswift.bridge.new_head import NEW, NewHeadSource, head_names
+from megaswift.bridge.new_head import NewHeadSource
 from megaswift.bridge.plan import WeightPlan
 from megaswift.bridge.untied_head import UntiedSource, untied_spec
 from megaswift.bridge.weight_source import open_weights
@@ -30,7 +30,7 @@ from megaswift.errors import Problem, WeightsError, missing_path_hint
 from megaswift.families import family_of, load_spec
 from megaswift.folders.adapter import classifier_head_of_adapter
 from megaswift.folders.checkpoint import find_intact_checkpoint
-from megaswift.models.heads import with_classifier_head
+from megaswift.models.heads import NEW, head_names, with_classifier_head
 
 
 def merged_tensor_blocks(

@@ -23,14 +23,14 @@ from megaswift.bridge.hf.model_folder import (
     tied_tensors,
     write_transformers_folder,
 )
-from megaswift.bridge.new_head import BIAS, NEW, encoder_head_names
+from megaswift.bridge.new_head import encoder_head_names
 from megaswift.bridge.untied_head import untie_adapted_modules, untied_config
 from megaswift.data.tokenizer import load_tokenizer, score_padding_token
 from megaswift.errors import Problem, UserError, WeightsError, first_line
 from megaswift.folders.adapter import adapter_peft_type_or_lora, classifier_head_of_adapter
 from megaswift.models.encoders import is_encoder
 from megaswift.models.family import FAMILIES, read_config_json
-from megaswift.models.heads import config_with_head, with_pad_token_id
+from megaswift.models.heads import BIAS, NEW, config_with_head, with_pad_token_id
 from megaswift.models.quantized_training import PLAIN, quant_method
 from megaswift.models.spec import NO_HEAD, TOKEN_SCORE
 from megaswift.models.vision import has_vision_tower

@@ -23,7 +23,7 @@ from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.hf.bits import disable_4bit_cpu_repacking
 from megaswift.bridge.hf.loading_report import LOADING_INFO, check_all_weights_loaded, warn_of_unused_weights
 from megaswift.bridge.initial_weights import initial_lora_a
-from megaswift.bridge.new_head import NEW, encoder_head_names, head_names, new_head_weight
+from megaswift.bridge.new_head import encoder_head_names, new_head_weight
 from megaswift.bridge.weight_source import open_weights
 from megaswift.engine.torch import document_attention, encoder_parts, meta_init, quantized_weights, vision_parts
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
@@ -34,6 +34,7 @@ from megaswift.errors import ConfigError, Problem, WeightsError, first_line
 from megaswift.folders.adapter import TASK_TYPES
 from megaswift.models.any_model import spec_from_family
 from megaswift.models.encoders import is_encoder
+from megaswift.models.heads import NEW, head_names
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import NO_HEAD, SCORE, TOKEN_SCORE, ModelSpec
 from megaswift.models.vision import has_vision_tower

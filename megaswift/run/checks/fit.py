@@ -18,9 +18,10 @@ from megaswift.memory.estimate import (
     uncovered_features,
     usable_bytes,
 )
+from megaswift.memory.objective import objective_of
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
-from megaswift.options.tasks import LANGUAGE
+from megaswift.options.tasks import PLANNED
 from megaswift.options.values import option_value_text
 from megaswift.parallel.hardware import gpu_of_device, planned_gpu
 from megaswift.parallel.layout import Layout
@@ -107,7 +108,7 @@ def fit_advice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
     change nothing, or does not apply."""
     from megaswift.run.engines import native_kernels
 
-    if cfg.train.fit or cfg.task not in LANGUAGE or requested_engine(cfg) != NATIVE or not _cuda():
+    if cfg.train.fit or cfg.task not in PLANNED or requested_engine(cfg) != NATIVE or not _cuda():
         return ""
     kernels = native_kernels(cfg, spec, layout)
     if any(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
@@ -171,6 +172,8 @@ def micro_batch_options(cfg: SwiftConfig, rows: int, passes: int) -> StepOptions
         passes=passes,
         max_length=cfg.data.max_length,
         lora_dropout=cfg.lora.lora_dropout,
+        shares_rows=cfg.data.shares_rows,
+        objective=objective_of(cfg),
     )
 
 
@@ -210,6 +213,7 @@ def estimate_text(estimate: MemoryEstimate) -> str:
     activations = estimate.activations
     parts = {
         "weights": held.weights + held.first_values,
+        **({"reference": held.reference} if held.reference else {}),
         **({"FP8 copies of weights": held.fp8_copies} if held.fp8_copies else {}),
         "gradients": held.gradients,
         "optimizer": held.optimizer,

@@ -19,6 +19,7 @@ from megaswift.folders.source import locate_model
 from megaswift.memory.estimate import TrainedModel, uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
 from megaswift.models.spec import ModelSpec
+from megaswift.options.tasks import PLANNED
 from megaswift.options.values import option_value_text
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.hardware import Gpu, planned_gpu
@@ -53,8 +54,9 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Report why a run cannot be planned."""
     kernels = planned_kernels(cfg, spec)
     problems = []
-    if cfg.task not in ("sft", "pt"):
-        problems.append(Problem(f"task {cfg.task}", "is not covered by the formulas of plans", "--task sft or pt"))
+    if cfg.task not in PLANNED:
+        rule = "is not covered by the formulas of plans"
+        problems.append(Problem(f"task {cfg.task}", rule, f"--task {', '.join(PLANNED)}"))
     if requested_engine(cfg) not in (NATIVE, AUTO):
         rule = "plans are for the native engine"
         problems.append(Problem(f"--engine {cfg.engine.engine}", rule, "--engine megatron, or leave it out"))

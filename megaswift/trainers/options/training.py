@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import LARGEST_SEED, but_not, one_of, option
-from megaswift.options.tasks import EVERY_TASK, LANGUAGE
+from megaswift.options.tasks import EVERY_TASK, LANGUAGE, PLANNED
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class TrainConfig:
     fit: bool = option(
         False,
         "Choose recomputation, micro-batch and optimizer settings that fit the device",
-        tasks=LANGUAGE,
+        tasks=PLANNED,
     )
     device_memory: str | None = option(
         None,
         "Memory of a device for fit; default: the GPU's",
         metavar="SIZE",
-        tasks=LANGUAGE,
+        tasks=PLANNED,
         only_with={"fit": True},
         neutral=(None,),
     )

@@ -83,5 +83,9 @@ def test_forecasts() -> None:
     with pytest.raises(ConfigError, match="nothing fits 74.8 GiB usable"):
         forecast_text(run_of("qwen3-8b", recompute_granularity="none"), spec, H100, 8)
     assert forecast_text(run_of("qwen3-8b", fit=True), spec, H100, 8).startswith("DP8, ")
+    pairs = run_of("qwen3-8b", task="dpo", tp=2, global_batch_size=16)
+    assert forecast_text(pairs, spec, H100, 8).startswith("TP2 SP DP4, 4 micro-batches of 1: 62.9 GiB of 74.8 GiB")
+    assert "--task grpo" not in (text := forecast_text(run_of("qwen3-8b", task="grpo"), spec, H100, 8))
+    assert text.startswith("none, because task grpo is not covered")
     uncovered = spec_of("qwen3-next-80b-a3b")
     assert "does not cover gated delta nets" in forecast_text(run_of("qwen3-next-80b-a3b"), uncovered, H100, 8)

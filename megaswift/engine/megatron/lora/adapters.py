@@ -24,13 +24,13 @@ from megaswift.bridge.adapters.plan import (
     merge_adapters_into_weight,
 )
 from megaswift.bridge.initial_weights import initial_lora_a
-from megaswift.bridge.new_head import NEW, head_names
 from megaswift.bridge.plan import EntriesOfSameHfTensors, WeightPlan
 from megaswift.engine.megatron.lora import layers
 from megaswift.engine.megatron.lora.experts import GroupedAdapters, attach_grouped_adapters_to_layer
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.weights import TO_RANK0, GatherDestination, LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
+from megaswift.models.heads import NEW, head_names
 from megaswift.models.targets import (
     WEIGHT,
     dora_problems,
