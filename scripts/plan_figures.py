@@ -1,7 +1,8 @@
-"""Writes the figures of docs/plan.md: output of the commands, and forecasts of time against published ones.
+"""Writes the figures of docs/plan.md: output of the commands, and forecasts of time against published ones. Writes the
+forecast of each file of configs/by_size whose comment has a command `megaswift plan` below that command.
 
-    python scripts/plan_figures.py            # rewrite the blocks and the pictures
-    python scripts/plan_figures.py --check    # only say whether the blocks are up to date (exit code 1: not)
+    python scripts/plan_figures.py            # rewrite the blocks, the comments and the pictures
+    python scripts/plan_figures.py --check    # only say whether they are up to date (exit code 1: not)
 
 `published_steps.csv` has rows of the performance summary in Megatron-Bridge's documentation and of its archive
 (containers 25.09 to 26.02): those in bfloat16 and FP8 with all sizes and a dense or dropless model.
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megaswift.cli import main as megaswift  # noqa: E402
-from megaswift.config import SwiftConfig  # noqa: E402
+from megaswift.commands.plan import described_model  # noqa: E402
+from megaswift.config import SwiftConfig, load_config  # noqa: E402
 from megaswift.families import family_of  # noqa: E402
 from megaswift.memory.estimate import TrainedModel  # noqa: E402
 from megaswift.models.published.sizes import MODELS  # noqa: E402
@@ -32,14 +34,17 @@ from megaswift.parallel.pipeline_split import PipelineSplit, balanced_pipeline_l
 from megaswift.planner.machine import Machine  # noqa: E402
 from megaswift.planner.step_time import StepTime, TimeModel  # noqa: E402
 from megaswift.run.checks.fit import micro_batch_options  # noqa: E402
-from megaswift.run.checks.layout_plan import planned_kernels  # noqa: E402
+from megaswift.run.checks.layout_plan import plan_run, planned_kernels, row_text  # noqa: E402
 
 PAGE = ROOT / "docs/plan.md"
 ROWS = ROOT / "scripts/published_steps.csv"
+CONFIGS = ROOT / "configs/by_size"
 PICTURES = ROOT / "docs/images"
 CLAIMED = "h100"
 """Rows of other GPUs are shown, and no figure is claimed for them."""
 FAR = 0.15
+PLAN = "#   megaswift plan "
+FORECAST = "# Forecast, experts 1.25 times as full as evenly: "
 COMMANDS = {
     "8b": "Qwen/Qwen3-8B --gpus 8 --gpu h100 --task sft --max_length 4096",
     "dpo": "Qwen/Qwen3-8B --gpus 8 --gpu h100 --task dpo --max_length 4096 --top 5",
@@ -137,6 +142,22 @@ def output(words: str) -> str:
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
+def with_forecast(text: str) -> str:
+    """A configuration with the forecast of its own command below it."""
+    lines = text.splitlines()
+    at = next((i for i, line in enumerate(lines) if line.startswith(PLAN)), None)
+    if at is None:
+        return text
+    words = lines[at].removeprefix(PLAN).split()
+    words[0] = str(ROOT / words[0])
+    options = dict(zip(words[1::2], words[2::2], strict=True))
+    cfg = load_config(options["--task"], [words[0], "--model", options["--model"]], environ={})
+    machine = Machine(planned_gpu(options["--gpu"]), 8)
+    plan = plan_run(cfg, described_model(cfg), machine, int(options["--gpus"]), 1)
+    row = row_text(plan.rows[0], plan.question.usable)
+    return "\n".join([*lines[: at + 1], FORECAST + row, *lines[at + 2 :]]) + "\n"
+
+
 def draw(found: list[Published], picture: Path) -> None:
     """Forecast against published figures."""
     import matplotlib
@@ -182,11 +203,17 @@ def main(argv: list[str] | None = None) -> int:
     for name, words in COMMANDS.items():
         fresh = replaced(fresh, name, output(words))
     fresh = replaced(fresh, "errors", errors_text(found))
+    files = {PAGE: (text, fresh)}
+    for file in sorted(CONFIGS.glob("*.yaml")):
+        text = file.read_text(encoding="utf-8")
+        files[file] = (text, with_forecast(text))
+    stale = [file for file, (text, fresh) in files.items() if text != fresh]
     if check:
-        if fresh != text:
-            print("docs/plan.md is out of date; run python scripts/plan_figures.py")
-        return int(fresh != text)
-    PAGE.write_text(fresh, encoding="utf-8")
+        for file in stale:
+            print(f"{file.relative_to(ROOT)} is out of date; run python scripts/plan_figures.py")
+        return int(bool(stale))
+    for file in stale:
+        file.write_text(files[file][1], encoding="utf-8")
     draw(found, PICTURES / "plan-times.png")
     with redirect_stdout(io.StringIO()):
         megaswift(["plan", *COMMANDS["235b"].split(), "--output", str(PICTURES / "plan.json")])

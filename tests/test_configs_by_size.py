@@ -27,7 +27,7 @@ FOLDER = ROOT / "configs" / "by_size"
 FILES = sorted(FOLDER.glob("*.yaml"))
 CLUSTERS = ROOT / "configs" / "clusters.yaml"
 GIB = 2**30
-NAME = re.compile(r"(?:sft|dpo|grpo)_\w*?(\d+)b_\w+_((?:\d+x)+)(\d+)gb")
+NAME = re.compile(r"(?:sft|pt|dpo|grpo)_\w*?(\d+)b_\w+_((?:\d+x)+)(\d+)gb")
 """`sft_72b_lora_zero3_2x8x40gb`: billions of parameters, nodes and GPUs, the memory of each in GB."""
 SAID = re.compile(r"docs/memory\.md\): ([\d.]+) GiB a GPU")
 HELD = re.compile(r"([\d.]+) GiB are weights, gradients and optimizer")
@@ -148,6 +148,9 @@ def test_every_case_is_there() -> None:
         ("full", "megatron", 4, 8, 128),
         ("qlora", "megatron", 1, 1, 1),
         ("grpo", "megatron", 2, 1, 8),
+        ("pt", "megatron", 2, 8, 256),
+        ("pt", "megatron", 2, 8, 512),
+        ("pt", "megatron", 2, 8, 1024),
     }
     assert {str(run_of(f)[0].rollout.rollout_backend) for f in FILES if f.stem.startswith("grpo")} == {
         "vllm",

@@ -27,6 +27,8 @@ PATIENCE_SECONDS = 1800
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 PASSED_AS: dict[int, int] = {signal.SIGUSR1: signal.SIGTERM}
 """torchrun does not pass SIGUSR1 on, which clusters send before a job's time is over."""
+OOM_RETRIES = 20
+"""Starts after a lack of memory, at most: each has half the micro-batch of the one before."""
 SAME_SIGNAL_SECONDS = 3.0
 """A second signal after this time ends the run at once; earlier ones are taken for the same."""
 
@@ -130,17 +132,18 @@ def run_torchrun_with_restarts(
     """Runs the command to its end, up to `restarts` times again when a process of it fails; the last exit code.
 
     A user's mistake, a run that learns nothing, a GPU with errors and a machine that will be taken away would end the
-    same again, and a signal asks for an end: none of them is restarted. Out of memory is, once, beside `restarts`: the
-    run has a smaller micro-batch then; all nodes end with this exit code and start again. Workers see by RESTARTS that
-    they are another attempt, and resume. `retries_oom` is false where the agents of the nodes restart it.
+    same again, and a signal asks for an end: none of them is restarted. Out of memory is, beside `restarts`, where the
+    workers ask for it by their exit code: the run has a smaller micro-batch then; all nodes end with this exit code and
+    start again. Workers see by RESTARTS that they are another attempt, and resume. `retries_oom` is false where the
+    agents of the nodes restart it.
     """
     environ = {name: value for name, value in environ.items() if name != OOM_RETRY} | {RUN: uuid.uuid4().hex}
     started = failures = retried = 0
     while True:
         counted = {**environ, RESTARTS: str(started)} if started else environ
-        code, received = _once(words, {**counted, OOM_RETRY: "1"} if retries_oom and not retried else counted)
-        if code == EXIT_OOM_RETRY and retries_oom and not received and not retried:
-            retried = 1
+        code, received = _once(words, {**counted, OOM_RETRY: "1"} if retries_oom and retried < OOM_RETRIES else counted)
+        if code == EXIT_OOM_RETRY and retries_oom and not received and retried < OOM_RETRIES:
+            retried += 1
         elif received or code in (0, *NOT_RESTARTED) or failures == restarts:
             return EXIT_USER_ERROR if code == EXIT_OOM_RETRY else code
         else:

@@ -164,7 +164,7 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
     # Which attempt of which run this is.
     names = names_of_all_ranks(run_names(cfg, os.environ))
     cfg = config_of_started_version(cfg, names, os.environ)
-    cfg = config_of_retry(cfg, os.environ)
+    cfg = config_of_retry(cfg, layout.dp, os.environ)
 
     # Programs, devices, options and model files are the same on all ranks, and the files are complete.
     if layout.world_size > 1:
@@ -182,7 +182,7 @@ def settle(cfg: SwiftConfig, processes: Processes) -> SettledRun:
     outputs = distributed.run_on_rank0(lambda: prepare_output_folder(cfg, lock, names))
     refuse_unshared_output_folder(outputs.config)
     if distributed.global_rank() == 0:
-        forget_earlier_retry(outputs.root, os.environ)
+        forget_earlier_retry(cfg, outputs.root, os.environ)
 
     # The model to start from, if the options change it: new tokens, or initial adapters.
     folder = base_model_folder(cfg, folder, outputs.root)

@@ -21,7 +21,7 @@ from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or
 from megaswift.engine.options.cuda_graphs import uses_cuda_graphs
 from megaswift.engine.options.engine_checks import NATIVE, requested_engine
 from megaswift.engine.protocol import Engine
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, Problem
 from megaswift.losses.contract import Batch
 from megaswift.losses.kto import uses_delta, uses_kl
 from megaswift.losses.options.kto_pairs import kto_pairs_over_global_batch
@@ -164,8 +164,10 @@ def choose_step_packing(
     source: BatchSource,
     evaluation: EvaluationSource | None,
 ) -> SwiftConfig:
-    """Decide `padding_free`, with a notice where it was not asked for; the sources then pack. The same on every
-    rank."""
+    """Decide `padding_free`, with a notice where it was not asked for; the sources then pack, or cut a step into
+    micro-batches of at most `max_tokens_per_batch`. The same on every rank."""
+    if cfg.data.max_tokens_per_batch is not None:
+        return limit_microbatches(cfg, cfg.data.max_tokens_per_batch, spec, layout, source, evaluation)
     asked = cfg.data.padding_free
     packs = (*SUPERVISED, *DISTILLATION)
     if asked is False or cfg.data.packing or cfg.task not in packs or samples_in_training(cfg):
@@ -184,15 +186,51 @@ def choose_step_packing(
         return cfg
     capacity = cfg.data.max_length * batch_plan(cfg.train, layout.dp).per_device
     packing = StepPacking(capacity, layout.pp, layout.pp if layout.vpp > 1 else 1)
-    for held in (rows, None if evaluation is None else evaluation.data):
-        if isinstance(held, DocumentRows):
-            held.step_packing = packing
+    _pack(packing, rows, evaluation)
     if not asked and distributed.global_rank() == 0:
         log.info(
             f"the samples of a step are packed into rows of up to {capacity:,} tokens, because their median length is "
             f"{median:,}; the loss is the same (--padding_free false pads each sample)"
         )
     return shared
+
+
+def limit_microbatches(
+    cfg: SwiftConfig,
+    tokens: int,
+    spec: ModelSpec,
+    layout: Layout,
+    source: BatchSource,
+    evaluation: EvaluationSource | None,
+) -> SwiftConfig:
+    """Let the source cut a step into micro-batches of at most so many tokens: packed into one row, or padded where
+    `padding_free` is false, or is not set and not possible without another objective or other kernels."""
+    rows = source.data if isinstance(source, TokenStoreBatchSource) else None
+    assert isinstance(source, TokenStoreBatchSource) and isinstance(rows, DocumentRows), "the rules refuse streams"
+    padding_free = cfg.data.padding_free
+    if padding_free is None:
+        try:
+            shared = cfg.replace(padding_free=True)
+        except ConfigError:  # another option needs rows that are padded
+            padding_free = False
+        else:
+            padding_free = not any(_reasons_against(cfg, shared, spec, layout))
+    unit = source.shape.row_length(1)
+    capacity = tokens // unit * unit
+    longest = source.shape.row_length(int(rows.docs.length.max()))
+    if capacity < longest:
+        rule = f"is less than the longest sample takes: {longest}, in multiples of {unit} for this layout"
+        raise ConfigError(Problem(f"--max_tokens_per_batch {tokens}", rule, f"--max_tokens_per_batch {longest}"))
+    multiple = layout.pp if layout.vpp > 1 else 1
+    packing = StepPacking(capacity, layout.pp, multiple, limited=True, padded=not padding_free)
+    _pack(packing, rows, evaluation if padding_free else None)
+    return cfg.replace(padding_free=padding_free)
+
+
+def _pack(packing: StepPacking, rows: DocumentRows, evaluation: EvaluationSource | None) -> None:
+    for held in (rows, None if evaluation is None else evaluation.data):
+        if isinstance(held, DocumentRows):
+            held.step_packing = packing
 
 
 def _reasons_against(cfg: SwiftConfig, shared: SwiftConfig, spec: ModelSpec, layout: Layout) -> Iterator[str]:

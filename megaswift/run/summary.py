@@ -89,17 +89,21 @@ def summary_rows(cfg: SwiftConfig, facts: SummaryFacts) -> Rows:
         *([("not proven", extra)] if (extra := extra_kwargs_text(cfg.model)) else []),
         ("data", facts.data),
         *facts.more,
-        (
-            "batch",
-            f"{train.per_device_train_batch_size} per device x {facts.accumulation} accumulation x {facts.dp} "
-            f"data-parallel"
-            f" = {count_text(batch, facts.unit.removesuffix('s'))} a step, "
-            f"at most {batch * cfg.data.max_length:,} tokens",
-        ),
+        ("batch", batch_text(cfg, facts, batch)),
         ("steps", steps_text(cfg.train, facts)),
         ("optimizer", optimizer_text(cfg.optim, cfg.schedule, facts.total_steps)),
         ("output", output_text(cfg, facts.total_steps)),
     ]
+
+
+def batch_text(cfg: SwiftConfig, facts: SummaryFacts, batch: int) -> str:
+    """Describe the rows of a step and of its micro-batches."""
+    step = f"{count_text(batch, facts.unit.removesuffix('s'))} a step, at most {batch * cfg.data.max_length:,} tokens"
+    tokens = cfg.data.max_tokens_per_batch
+    if tokens is not None:
+        return f"{step}, in micro-batches of at most {tokens:,} on each of {facts.dp} data-parallel"
+    rows = cfg.train.per_device_train_batch_size
+    return f"{rows} per device x {facts.accumulation} accumulation x {facts.dp} data-parallel = {step}"
 
 
 def expert_capacity_text(model: ModelConfig) -> str:

@@ -344,11 +344,12 @@ def test_a_child_whose_launcher_has_ended_already_ends_too() -> None:
     assert run_torchrun_with_restarts([sys.executable, "-c", told], os.environ) == 0
 
 
-@pytest.mark.parametrize(("here", "attempts"), [(True, ["0 1", "1 "]), (False, ["0 "])])
-def test_out_of_memory_is_restarted_once_unless_the_agents_do_it(
-    here: bool, attempts: list[str], tmp_path: Path
+@pytest.mark.parametrize(("here", "attempts"), [(True, ["0 1", "1 1", "2 "]), (False, ["0 "])])
+def test_out_of_memory_is_restarted_unless_the_agents_do_it(
+    here: bool, attempts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 75 at every attempt; each notes its number and whether another one may follow."""
+    """Exit code 75 at every attempt; each notes its number and whether another one may follow. Not without end."""
+    monkeypatch.setattr(torchrun_launcher, "OOM_RETRIES", 2)
     note = (
         "import os, sys; print(os.environ.get('MEGASWIFT_RESTARTS', 0), os.environ.get('MEGASWIFT_OOM_RETRY', ''), "
         f"file=open({str(tmp_path / 'attempts')!r}, 'a')); sys.exit(75)"

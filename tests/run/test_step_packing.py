@@ -78,6 +78,38 @@ def test_the_run_is_the_same(layout: str, ranks: int, inputs: list[str], tmp_pat
     assert "differs" not in run(inputs, tmp_path / "again", *again, ranks=ranks)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("--padding_free false", 2),
+        ("--padding_free true --pp 2", 2),
+        ("--engine ddp", 2),
+        ("--engine zero2", 2),
+        ("--padding_free false --tp 2", 2),
+    ],
+)
+def test_a_limit_of_tokens_leaves_the_run_as_it_is(layout: str, ranks: int, inputs: list[str], tmp_path: Path) -> None:
+    """Losses, norms, tokens and evaluations, and the rest of the run from a checkpoint without the limit."""
+    words = (
+        *("--max_length", 96, "--global_batch_size", 24, "--max_steps", 4, "--save_steps", 2, "--report_to", "none"),
+        *("--split_dataset_ratio", 0.1, "--eval_steps", 2, "--per_device_train_batch_size", 2),
+    )
+    limited, fixed, resumed = (tmp_path / name for name in ("limited", "fixed", "resumed"))
+    text = run(inputs, limited, *words, *layout.split(), "--max_tokens_per_batch", 200, ranks=ranks)
+    assert "24 sequences a step, at most 2,304 tokens, in micro-batches of at most 200 on each of" in " ".join(
+        text.split()
+    )
+    layout = layout.replace("--padding_free true", "").replace("--padding_free false", "")
+    run(inputs, fixed, *words, *layout.split(), "--padding_free", "false", ranks=ranks)
+    assert_alike(lines(limited), lines(fixed))
+    if "tp" in layout:
+        step = fixed / "checkpoints" / "step-2"
+        words = (*words, *layout.split(), "--max_tokens_per_batch", 100, "--resume_from_checkpoint", step)
+        run(inputs, resumed, *words, ranks=ranks)
+        assert_alike(lines(resumed), [line for line in lines(limited) if line["step"] > 2])
+
+
 @pytest.mark.parametrize(
     ("options", "packs"),
     [

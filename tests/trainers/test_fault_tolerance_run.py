@@ -25,6 +25,19 @@ def fault(number):
 import os
 """
 )
+TOO_MANY_ROWS = """
+import torch
+from megaswift.engine.megatron import forward_backward
+
+inputs = forward_backward.microbatch_inputs
+
+def planted(batch, *values):
+    if batch.input_ids.shape[0] > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB (planted)")
+    return inputs(batch, *values)
+
+forward_backward.microbatch_inputs = planted
+"""
 FLIPPED = """\
 import torch
 from megaswift.trainers.hook import Run
@@ -57,6 +70,25 @@ def test_out_of_memory_is_retried_once(options: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "out of memory, starting again with a smaller micro-batch" in done.stderr
     assert "--per_device_train_batch_size 2 in place of 4" in done.stderr
+    assert losses(tmp_path / "faulty") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", "--nproc_per_node 2"], ids=["alone", "two processes"])
+def test_a_micro_batch_that_fits_is_found(options: str, tmp_path: Path) -> None:
+    """Rank 1 lacks memory at the first backward pass of more than one row, 4 and 2, and a resumed run begins with 1."""
+    (tmp_path / "whole").mkdir(), (tmp_path / "faulty").mkdir()
+    run_without_fault(tmp_path / "whole", ranks=2 if options else 1)
+    words = f"{options} --auto_find_batch_size true --save_steps 3 --padding_free false"
+    done = run_with_fault(tmp_path / "faulty", int(bool(options)), TOO_MANY_ROWS, f"{words} --exit_interval 3")
+    assert done.returncode == 0, done.stderr
+    assert "--per_device_train_batch_size 2 in place of 4" in done.stderr
+    assert "--per_device_train_batch_size 1 in place of 2" in done.stderr
+    assert "--per_device_train_batch_size 1 in place of 4, the same 8 rows a step" in done.stdout + done.stderr
+    resumed = f"{words} --resume_from_checkpoint latest"
+    done = run_with_fault(tmp_path / "faulty", int(bool(options)), TOO_MANY_ROWS, resumed)
+    assert done.returncode == 0 and "starting again" not in done.stderr, done.stderr
     assert losses(tmp_path / "faulty") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
 
 

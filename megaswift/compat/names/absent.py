@@ -201,8 +201,6 @@ UNSUPPORTED: tuple[ForeignOptionRow, ...] = (
     ("enable_jit_checkpoint", EITHER, "a run that is interrupted by a signal saves a checkpoint", LEAVE),
     ("torch_empty_cache_steps", UNSET, "PyTorch's memory cache is not emptied between steps",
      "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the command"),
-    ("auto_find_batch_size", OFF, "the batch size does not change within a run",
-     "--per_device_train_batch_size 1 and --gradient_accumulation_steps N"),
     ("log_level", ("passive", "info"), "messages have one level", LEAVE),
     ("log_level_replica", ANY, "only rank 0 writes messages", ""),
     ("log_on_each_node", EITHER, "only rank 0 writes messages", LEAVE),

@@ -30,7 +30,7 @@ from megaswift.data.batches.repacking import (
     packing_spans_from_state,
     remaining_rows,
 )
-from megaswift.data.batches.step_packing import StepPacking, pack_samples_of_step
+from megaswift.data.batches.step_packing import StepPacking, pack_samples_of_step, split_samples_of_step
 from megaswift.data.resume_check import FIX, WHAT, check_same_data, documents_fingerprint
 from megaswift.data.store.documents import Documents
 from megaswift.data.vision.batches import StoredRowImages, VisionCollator
@@ -96,12 +96,17 @@ class DocumentRows:
     pack_shape: PackingParameters = PackingParameters()
     """How they are packed."""
     step_packing: StepPacking | None = None
-    """How the samples of a step share rows; None: each has its own."""
+    """How the samples of a step are cut into micro-batches by their lengths; None: as they come."""
     towers: VisionCollator | None = None
     """For a vision-language model: adds the images."""
 
     def __len__(self) -> int:
         return len(self.docs) if self.packing is None else len(self.packing)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a row may hold several documents."""
+        return self.packing is not None or (self.step_packing is not None and not self.step_packing.padded)
 
     def read(self, row: int) -> list[Document]:
         """The documents of a row."""
@@ -124,8 +129,7 @@ class DocumentRows:
         """Tensors of a step's micro-batches."""
         if self.towers is not None:
             return self.towers.batches(rows, self.packing is not None, shape)
-        packed = self.packing is not None or self.step_packing is not None
-        return collate_step_microbatches(rows, packed, shape, uniform)
+        return collate_step_microbatches(rows, self.shares_rows, shape, uniform)
 
     def stats(self, shape: PaddingShape) -> dict[str, float]:
         """`fill` real tokens over all, `padded_fill` with the padding of documents counted as filled."""
@@ -192,12 +196,21 @@ class TokenStoreBatchSource(NumberedRowsBatchSource):
         return super()._make(start)
 
     def _packed_step(self, data: DocumentRows, packing: StepPacking, start: int) -> list[list[list[Document]]]:
-        """This rank's micro-batches of a step whose samples share rows, one row each."""
+        """This rank's micro-batches of a step whose samples are assigned by their lengths."""
         geometry = self.geometry
         samples = np.array([self._documents_at(data, start + n) for n in range(geometry.global_batch)])[:, 0]
-        lengths = padded_lengths(data.docs.length[samples], self.shape.doc_multiple)
-        rows = pack_samples_of_step(lengths.tolist(), packing, geometry.dp_size, geometry.accumulation)
-        return [[data.documents([int(samples[i]) for i in row])] for row in rows[geometry.dp_rank :: geometry.dp_size]]
+        if packing.padded:
+            lengths = [self.shape.row_length(int(n)) for n in data.docs.length[samples]]
+            micro = split_samples_of_step(lengths, packing, geometry.dp_size, geometry.accumulation, geometry.uniform)
+            most = max(map(len, micro))
+            rows = [
+                [data.documents([int(samples[i])]) for i in own] for own in micro[geometry.dp_rank :: geometry.dp_size]
+            ]
+            return [own + [[]] * ((most if geometry.uniform else 1) - len(own)) for own in rows]
+        sizes = padded_lengths(data.docs.length[samples], self.shape.doc_multiple)
+        packed = pack_samples_of_step(sizes.tolist(), packing, geometry.dp_size, geometry.accumulation)
+        own_rows = packed[geometry.dp_rank :: geometry.dp_size]
+        return [[data.documents([int(samples[i]) for i in row])] for row in own_rows]
 
     def _row(self, place: int) -> Any:
         """The rest of an epoch ends where that epoch ends."""

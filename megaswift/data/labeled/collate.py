@@ -126,5 +126,4 @@ class LabeledRows(DocumentRows):
 
     def batches(self, rows: Sequence[Sequence[list[Document]]], shape: PaddingShape, uniform: bool) -> list[Batch]:
         """Tensors of a step's micro-batches."""
-        packed = self.packing is not None or self.step_packing is not None
-        return collate_labeled(rows, packed, shape, uniform, self.labels)
+        return collate_labeled(rows, self.shares_rows, shape, uniform, self.labels)

@@ -20,6 +20,7 @@ from megaswift.options.tasks import (
     PREFERENCES,
     PROMPTED,
     SFT,
+    SUPERVISED,
     VISION_TASKS,
 )
 
@@ -106,6 +107,14 @@ class DataConfig:
     padding_free: bool | None = option(
         None,
         "Pack the samples of each step; batch sizes count samples; default: if short",
+        only_with={"rows_of_text": True},
+    )
+    max_tokens_per_batch: int | None = option(
+        None,
+        "Micro-batches of as many samples as fit into so many tokens; global batch unchanged",
+        minimum=1,
+        unit="tokens",
+        tasks=SUPERVISED,
         only_with={"rows_of_text": True},
     )
     system: str | None = option(

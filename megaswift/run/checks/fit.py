@@ -159,7 +159,11 @@ def settings_left_open(cfg: SwiftConfig) -> set[str]:
 def step_options(cfg: SwiftConfig, dp: int) -> StepOptions:
     """Collect the options that decide the memory of a step on `dp` data-parallel ranks."""
     plan = batch_plan(cfg.train, dp)
-    return micro_batch_options(cfg, plan.per_device, plan.accumulation)
+    tokens = cfg.data.max_tokens_per_batch
+    if tokens is None:
+        return micro_batch_options(cfg, plan.per_device, plan.accumulation)
+    rows = -(-tokens // cfg.data.max_length)
+    return micro_batch_options(cfg, rows, -(-plan.per_device * plan.accumulation // rows))
 
 
 def micro_batch_options(cfg: SwiftConfig, rows: int, passes: int) -> StepOptions:

@@ -52,6 +52,7 @@ from megaswift.models.targets import (
 )
 from megaswift.models.vision import (
     has_vision_tower,
+    reads_images,
     vision_packing_problems,
     vision_task_problems,
 )
@@ -205,6 +206,7 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     problems += extra_kwargs_problems(cfg.model.megatron_extra_kwargs, spec.transformer)
     problems += cuda_graph_model_problems(cfg, spec.transformer)
     problems += expert_capacity_problems(cfg, spec.experts, spec.topk)
+    problems += token_limit_problems(cfg, spec)
     problems += adapter_sync_problems(cfg, spec, folder) if cfg.task in RL else []
     problems += prefix_sharing_problems(cfg, spec, cfg.parallel.context_parallel_size)
     if not capabilities_of(cfg).model_parallel:
@@ -223,6 +225,23 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     if cfg.model.train_type == "qlora" and not unfit:
         unfit = qlora.four_bit_block_size_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
     return problems + idle + adapters + unfit or fit_problems(cfg, spec, request.layout)
+
+
+def token_limit_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+    """Report models whose loss, or whose rows, do not allow micro-batches by tokens."""
+    if cfg.data.max_tokens_per_batch is None:
+        return []
+    what = f"--max_tokens_per_batch {cfg.data.max_tokens_per_batch}"
+    problems = []
+    if reads_images(cfg, spec.hf_config):
+        rule = "counts tokens of text; a row with images has more"
+        problems.append(Problem(what, rule, "--per_device_train_batch_size N"))
+    default = spec.transformer.get("moe_aux_loss_coeff") or 0.0
+    coefficient = default if cfg.model.moe_aux_loss_coeff is None else cfg.model.moe_aux_loss_coeff
+    if spec.experts and (coefficient or cfg.model.moe_z_loss_coeff):
+        rule = "would change the loss: the routers' auxiliary losses are means over a micro-batch"
+        problems.append(Problem(what, rule, "--moe_aux_loss_coeff 0 --moe_z_loss_coeff 0"))
+    return problems
 
 
 def torch_engine_problems(cfg: SwiftConfig, spec: ModelSpec, folder: Path, world_size: int) -> list[Problem]:

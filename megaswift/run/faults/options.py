@@ -12,6 +12,11 @@ class FaultToleranceConfig:
     """Fault tolerance"""
 
     oom_retry: bool = option(True, "After out of memory, restart once with a smaller micro-batch")
+    auto_find_batch_size: bool = option(
+        False,
+        "Restart with half the micro-batch as often as memory is too small; global batch unchanged",
+        only_with={"oom_retry": True},
+    )
     check_replicas_interval: int | None = option(
         None,
         "Steps between comparisons of data-parallel replicas' weights; default: never",

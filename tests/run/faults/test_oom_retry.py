@@ -40,18 +40,68 @@ def test_the_next_attempt_reads_what_this_one_wrote(tmp_path: Path) -> None:
     assert retry.exit_code == EXIT_OOM_RETRY
     assert json.loads((tmp_path / oom_retry.FILE).read_text()) == {
         "per_device_train_batch_size": 2,
+        "max_tokens_per_batch": None,
         "global_batch_size": 8,
         "attempt": 0,
     }
     assert oom_retry.retry_after(error, cfg, 2, {OOM_RETRY: "1"}).exit_code == EXIT_OOM_RETRY, "of another rank"
     assert oom_retry.retry_after(error, cfg, 2, {OOM_RETRY: "1", RESTARTS: "1"}) is error, "once"
-    assert oom_retry.config_of_retry(cfg, {}) == cfg
-    again = oom_retry.config_of_retry(cfg, {RESTARTS: "1"})
+    assert oom_retry.config_of_retry(cfg, 2, {}) == cfg
+    again = oom_retry.config_of_retry(cfg, 2, {RESTARTS: "1"})
     assert (again.train.per_device_train_batch_size, again.train.global_batch_size) == (2, 8)
-    oom_retry.forget_earlier_retry(tmp_path, {RESTARTS: "1"})
+    oom_retry.forget_earlier_retry(cfg, tmp_path, {RESTARTS: "1"})
     assert (tmp_path / oom_retry.FILE).is_file()
-    oom_retry.forget_earlier_retry(tmp_path, {})
-    assert oom_retry.config_of_retry(cfg, {RESTARTS: "1"}) == cfg
+    oom_retry.forget_earlier_retry(cfg, tmp_path, {})
+    assert oom_retry.config_of_retry(cfg, 2, {RESTARTS: "1"}) == cfg
+
+
+def test_until_it_fits(tmp_path: Path) -> None:
+    """`--auto_find_batch_size`: 8, 4, 2, 1, each attempt with the micro-batch of the one before, then the error."""
+    given = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
+    asked = SwiftConfig(task="sft", model="m", dataset=["d"], output_dir=str(tmp_path), **given)
+    error = UserError("out of memory", "try")
+    found = []
+    for attempt in range(4):
+        environ = {OOM_RETRY: "1", RESTARTS: str(attempt)}
+        cfg = oom_retry.config_of_retry(asked, 2, environ)
+        found.append((cfg.train.per_device_train_batch_size, cfg.train.global_batch_size or 16))
+        retry = oom_retry.retry_after(error, cfg, 2, environ)
+    assert found == [(8, 16), (4, 16), (2, 16), (1, 16)] and retry is error
+
+
+def test_a_resumed_run_keeps_what_was_found(tmp_path: Path) -> None:
+    given = {"per_device_train_batch_size": 8, "global_batch_size": 48, "auto_find_batch_size": True}
+    asked = SwiftConfig(task="sft", model="m", dataset=["d"], output_dir=str(tmp_path), **given)
+    oom_retry.retry_after(UserError("out of memory", "try"), asked, 2, {OOM_RETRY: "1"})
+    resumed = asked.replace(resume_from_checkpoint="latest")
+    oom_retry.forget_earlier_retry(resumed, tmp_path, {})
+
+    def kept(cfg: SwiftConfig, dp: int) -> tuple[int, int | None]:
+        train = oom_retry.config_of_retry(cfg, dp, {}).train
+        return train.per_device_train_batch_size, train.global_batch_size
+
+    assert kept(resumed, 2) == (4, 48)
+    assert kept(resumed.replace(per_device_train_batch_size=2), 2) == (2, 48), "already smaller"
+    assert kept(resumed.replace(per_device_train_batch_size=6), 4) == (4, 48)
+    assert kept(resumed.replace(per_device_train_batch_size=6), 8) == (3, 48), "the largest that divides a rank's rows"
+    assert kept(asked, 2) == (8, 48), "not resumed"
+    assert kept(resumed.replace(auto_find_batch_size=False), 2) == (8, 48)
+    oom_retry.forget_earlier_retry(asked, tmp_path, {})
+    assert kept(resumed, 2) == (8, 48)
+
+
+def test_a_limit_of_tokens_is_halved_to_a_whole_row(tmp_path: Path) -> None:
+    given = {"max_length": 100, "max_tokens_per_batch": 350, "global_batch_size": 8, "auto_find_batch_size": True}
+    asked = SwiftConfig(task="sft", model="m", dataset=["d"], output_dir=str(tmp_path), **given)
+    error = UserError("out of memory", "try")
+    found = []
+    for attempt in range(3):
+        environ = {OOM_RETRY: "1", RESTARTS: str(attempt)}
+        cfg = oom_retry.config_of_retry(asked, 2, environ)
+        found.append(cfg.data.max_tokens_per_batch)
+        retry = oom_retry.retry_after(error, cfg, 2, environ)
+    assert found == [350, 175, 100] and retry is error
+    assert oom_retry.config_of_retry(asked, 2, {RESTARTS: "1"}).train == asked.train
 
 
 @pytest.mark.parametrize(
