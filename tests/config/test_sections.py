@@ -276,6 +276,7 @@ NEEDS = (
         "soft_max_length": {"reward_funcs": ["soft_overlong"], "soft_cache_length": 1},
         "soft_cache_length": {"reward_funcs": ["soft_overlong"]},
         "generation_batch_size": {"num_generations": 2},
+        "max_tokens_per_batch": {"max_length": 1},
         "kl_estimator": {"beta": 0.1},
     }
     | {

@@ -40,6 +40,6 @@ def test_a_limit_below_the_longest_padded_sample(tmp_path: Path) -> None:
     cfg = config(tmp_path, str(tmp_path / "d.jsonl")).replace(padding_free=False)
     spec: Any = None
     with pytest.raises(ConfigError, match="is less than the longest sample takes: 128, in multiples of 128"):
-        limit_microbatches(cfg, longest, spec, Layout(), rows, None)
-    limit_microbatches(cfg, 300, spec, Layout(), rows, None)
+        limit_microbatches(cfg, longest, spec, Layout(1), rows, None)
+    limit_microbatches(cfg, 300, spec, Layout(1), rows, None)
     assert rows.data.step_packing == StepPacking(256, limited=True, padded=True)

@@ -97,9 +97,7 @@ def test_a_limit_of_tokens_leaves_the_run_as_it_is(layout: str, ranks: int, inpu
     )
     limited, fixed, resumed = (tmp_path / name for name in ("limited", "fixed", "resumed"))
     text = run(inputs, limited, *words, *layout.split(), "--max_tokens_per_batch", 200, ranks=ranks)
-    assert "24 sequences a step, at most 2,304 tokens, in micro-batches of at most 200 on each of" in " ".join(
-        text.split()
-    )
+    assert "24 rows a step, at most 2,304 tokens, in micro-batches of at most 200 on each of" in " ".join(text.split())
     layout = layout.replace("--padding_free true", "").replace("--padding_free false", "")
     run(inputs, fixed, *words, *layout.split(), "--padding_free", "false", ranks=ranks)
     assert_alike(lines(limited), lines(fixed))

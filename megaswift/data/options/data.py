@@ -111,7 +111,7 @@ class DataConfig:
     )
     max_tokens_per_batch: int | None = option(
         None,
-        "Micro-batches of as many samples as fit into so many tokens; global batch unchanged",
+        "Micro-batches of as many samples as fit into so many tokens",
         minimum=1,
         unit="tokens",
         tasks=SUPERVISED,

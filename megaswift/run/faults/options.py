@@ -14,7 +14,7 @@ class FaultToleranceConfig:
     oom_retry: bool = option(True, "After out of memory, restart once with a smaller micro-batch")
     auto_find_batch_size: bool = option(
         False,
-        "Restart with half the micro-batch as often as memory is too small; global batch unchanged",
+        "After each out of memory, restart with half the micro-batch",
         only_with={"oom_retry": True},
     )
     check_replicas_interval: int | None = option(
