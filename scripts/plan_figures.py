@@ -1,22 +1,19 @@
-"""Writes the figures of docs/plan.md: output of the commands, and forecasts of time against published ones. Writes the
-forecast of each file of configs/by_size whose comment has a command `megaswift plan` below that command.
+"""Writes the figures of docs/plan.md: output of the commands, and forecasts beside published figures. Writes below the
+command `megaswift plan` in the comment of a file of configs/by_size its forecast.
 
     python scripts/plan_figures.py            # rewrite the blocks, the comments and the pictures
     python scripts/plan_figures.py --check    # only say whether they are up to date (exit code 1: not)
-
-`published_steps.csv` has rows of the performance summary in Megatron-Bridge's documentation and of its archive
-(containers 25.09 to 26.02): those in bfloat16 and FP8 with all sizes and a dense or dropless model.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import io
 import statistics
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import astuple
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,25 +21,17 @@ sys.path.insert(0, str(ROOT))
 
 from megaswift.cli import main as megaswift  # noqa: E402
 from megaswift.commands.plan import described_model  # noqa: E402
-from megaswift.config import SwiftConfig, load_config  # noqa: E402
-from megaswift.families import family_of  # noqa: E402
-from megaswift.memory.estimate import TrainedModel  # noqa: E402
-from megaswift.models.published.sizes import MODELS  # noqa: E402
-from megaswift.parallel.hardware import planned_gpu  # noqa: E402
-from megaswift.parallel.layout import Layout  # noqa: E402
-from megaswift.parallel.pipeline_split import PipelineSplit, balanced_pipeline_layout_string  # noqa: E402
+from megaswift.config import load_config  # noqa: E402
+from megaswift.parallel.hardware import FITTED, Shares, planned_gpu  # noqa: E402
 from megaswift.planner.machine import Machine  # noqa: E402
-from megaswift.planner.step_time import StepTime, TimeModel  # noqa: E402
-from megaswift.run.checks.fit import micro_batch_options  # noqa: E402
-from megaswift.run.checks.layout_plan import plan_run, planned_kernels, row_text  # noqa: E402
+from megaswift.run.checks.layout_plan import plan_run, row_text  # noqa: E402
+from scripts.published_steps import FAR, Forecast, judged, prepared, published  # noqa: E402
 
 PAGE = ROOT / "docs/plan.md"
-ROWS = ROOT / "scripts/published_steps.csv"
 CONFIGS = ROOT / "configs/by_size"
 PICTURES = ROOT / "docs/images"
 CLAIMED = "h100"
 """Rows of other GPUs are shown, and no figure is claimed for them."""
-FAR = 0.15
 PLAN = "#   megaswift plan "
 FORECAST = "# Forecast, experts 1.25 times as full as evenly: "
 COMMANDS = {
@@ -54,82 +43,111 @@ COMMANDS = {
 """Blocks of the page by name, and the words behind `megaswift plan`."""
 
 
-@dataclass(frozen=True)
-class Published:
-    """A published row, and its forecast."""
-
-    row: dict[str, str]
-    forecast: StepTime
-    tokens: float
-
-    @property
-    def measured(self) -> float:
-        """Tokens per second and GPU."""
-        return float(self.row["tokens_per_second_per_gpu"])
-
-    @property
-    def error(self) -> float:
-        """The error of the forecast, as a share of the measured value."""
-        return self.tokens / self.measured - 1
-
-    @property
-    def name(self) -> str:
-        """The row in few words."""
-        r = self.row
-        axes = " ".join(f"{a.upper()}{r[a]}" for a in ("tp", "pp", "vpp", "cp", "ep") if r[a] != "1")
-        return f"{r['model']}, {r['gpus']} x {r['gpu']}, {r['precision']}, {axes or 'DP'} ({r['container']})"
-
-
-def forecasts() -> list[Published]:
-    """Every row of the file with its forecast."""
-    with ROWS.open(encoding="utf-8") as file:
-        return [forecast(row) for row in csv.DictReader(file)]
-
-
-def forecast(row: dict[str, str]) -> Published:
-    """The time of a row, with gradients and weights as this project has them: no FSDP, main gradients in float32, no
-    recomputation."""
-    config = MODELS[row["model"]][0]
-    spec = family_of(config).spec(config)
-    sizes = {axis: int(row[axis]) for axis in ("tp", "pp", "vpp", "cp", "ep")}
-    recipe = {"fp8": "tensorwise", "mxfp8": "mxfp8"}.get(row["precision"])
-    fp8 = {} if recipe is None else {"fp8_format": "hybrid", "fp8_recipe": recipe}
-    cfg = SwiftConfig(task="pt", model=row["model"], max_length=int(row["length"]), **fp8)
-    layout = Layout(int(row["gpus"]), **sizes, sequence_parallel=sizes["tp"] > 1)
-    chunks = layout.pp * layout.vpp
-    even = spec.num_layers % chunks == 0
-    split = PipelineSplit() if even else PipelineSplit(custom=balanced_pipeline_layout_string(spec.num_layers, chunks))
-    run = TrainedModel.of(cfg.model, cfg.lora, spec, planned_kernels(cfg, spec)).on(layout, split)
-    rows = int(row["micro_batch"])
-    options = micro_batch_options(cfg, rows, int(row["global_batch"]) // (rows * layout.dp))
-    time = TimeModel(Machine(planned_gpu(row["gpu"]), 8)).on(run).step(options)
-    tokens = int(row["global_batch"]) * int(row["length"]) / layout.world_size / time.total
-    return Published(row, time, tokens)
+CAUSES: tuple[tuple[str, str, str], ...] = (
+    ("h100 fp8", "deepseek-v3", "a token goes once to each node there (DeepEP), once to each expert here"),
+    (
+        "h100 fp8",
+        "qwen3-30b-a3b",
+        "each of many small experts casts its rows to FP8 by kernels of its own, with a launch of the host for each",
+    ),
+    (
+        "h100 bf16",
+        "gpt-oss-120b",
+        "products of small experts reach less than the assumed 70%; no other model to fit to",
+    ),
+    ("bf16", "gpt-oss-120b", "products of small experts reach less than those of dense models"),
+    ("bf16", "deepseek-v2", "experts of 1,536 columns reach less than the products of the other models"),
+    ("bf16", "deepseek-v3, 4 layers", "short steps: fixed costs of a step that four layers do not hide"),
+    ("bf16", "deepseek-v3", "exchanges within NVLink's 72 GPUs are faster than a share fitted to nodes of 8"),
+    ("bf16", "qwen3-235b-a22b", "exchanges within NVLink's 72 GPUs are faster than a share fitted to nodes of 8"),
+    ("bf16", "llama-3.1-405b", "products of 16,384 columns reach more of the peak than those of smaller models"),
+    ("bf16", "llama-3.1-70b", "products cut for eight ranks reach less of the peak, and exchanges more of the step"),
+    ("fp8", "deepseek-v3", "exchanges over the network between nodes of 8, and recomputation that is not published"),
+    ("fp8", "llama-3.1-405b", "products of 16,384 columns reach more of the peak than those of smaller models"),
+    ("fp8", "llama-3.1-70b", "FSDP there: weights are gathered for each pass"),
+    (
+        "fp8",
+        "qwen3-235b-a22b",
+        "exchanges over the network between nodes of 8, and recomputation that is not published",
+    ),
+    ("fp8", "qwen3-30b-a3b", "each of many small experts casts its rows to FP8 by kernels of its own"),
+)
+"""GPU and precision, or precision; the beginning of a row's name; what is suspected where its forecast is far."""
 
 
-def errors_text(found: list[Published]) -> str:
-    """The table of errors by GPU, and all rows of the claimed GPU."""
-    lines = ["| GPU | rows | median error | worst | within 15% |", "|---|---|---|---|---|"]
-    for gpu in dict.fromkeys(one.row["gpu"] for one in found):
-        own = [one for one in found if one.row["gpu"] == gpu]
+def suspected(one: Forecast) -> str:
+    """What may be the cause of a forecast that is far from the published figure."""
+    step = one.step
+    where = f"{step.gpu} {step.group[1]}"
+    return next(c for place, name, c in CAUSES if where.endswith(place) and step.name.startswith(name))
+
+
+def constants_text() -> str:
+    """The table of fitted constants."""
+    lines = [
+        "| GPUs | precision | products | attention | links | host, a kernel | fitted to |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (generation, precision), shares in FITTED.items():
+        steps = [step for step in published() if step.group == (generation, precision)]
+        rows = f"{len(steps)} rows of {len({step.model for step in steps})} models"
+        lines.append(f"| {generation} | {precision} | {_shares_text(shares)} | {rows} |")
+    lines.append(f"| others | | {_shares_text(Shares())} | assumed |")
+    return "\n".join(lines)
+
+
+def _shares_text(shares: Shares) -> str:
+    *parts, host = astuple(shares)
+    return " | ".join([*(f"{part:.0%}" for part in parts), f"{host:g} us"])
+
+
+def errors_text(found: Sequence[Forecast]) -> str:
+    """Errors by generation and precision; all rows of the claimed GPU; rows of the others that are far."""
+    lines = ["| GPUs | precision | rows | median error | worst | within 15% |", "|---|---|---|---|---|---|"]
+    for group in sorted({one.step.group for one in found}, reverse=True):
+        own = [one for one in found if one.step.group == group]
         worst = max(own, key=lambda one: abs(one.error))
         near = sum(abs(one.error) <= FAR for one in own)
         median = statistics.median(abs(one.error) for one in own)
-        lines.append(f"| {gpu} | {len(own)} | {median:.0%} | {worst.error:+.0%} ({worst.row['model']}) | {near} |")
+        figures = f"{median:.0%} | {worst.error:+.0%} ({worst.step.model}) | {near}"
+        lines.append(f"| {group[0]} | {group[1]} | {len(own)} | {figures} |")
     lines += [
         "",
         f"All rows of {CLAIMED}, in tokens/s/GPU:",
         "",
-        "| run | published | forecast | error | largest parts |",
+        "| run | published | forecast | error | largest parts | suspected cause |",
+        "|---|---|---|---|---|---|",
     ]
-    lines += ["|---|---|---|---|---|"]
     for one in found:
-        if one.row["gpu"] == CLAIMED:
-            total = one.forecast.total
-            parts = sorted(one.forecast.parts().items(), key=lambda part: -part[1])[:3]
+        if one.step.gpu == CLAIMED:
+            total = one.time.total
+            parts = sorted(one.time.parts().items(), key=lambda part: -part[1])[:3]
             text = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts)
-            lines.append(f"| {one.name} | {one.measured:.0f} | {one.tokens:.0f} | {one.error:+.0%} | {text} |")
+            cause = suspected(one) if abs(one.error) > FAR else ""
+            rates = f"{one.step.tokens_per_second_per_gpu:.0f} | {one.tokens:.0f} | {one.error:+.0%}"
+            lines.append(f"| {one.step.name} | {rates} | {text} | {cause} |")
+    lines += ["", "Rows of other GPUs outside 15%:", "", "| run | error | suspected cause |", "|---|---|---|"]
+    for one in found:
+        if one.step.gpu != CLAIMED and abs(one.error) > FAR:
+            lines.append(f"| {one.step.name} | {one.error:+.0%} | {suspected(one)} |")
     return "\n".join(lines)
+
+
+def memory_text() -> str:
+    """Allocated memory of published rows beside the formulas; a layout once, whatever its micro-batches."""
+    lines = ["| run | allocated, GiB | forecast, GiB | error |", "|---|---|---|---|"]
+    errors = []
+    seen = set()
+    for step in published():
+        if step.allocated_gib is None or (key := (step.model, step.layout, step.length)) in seen:
+            continue
+        seen.add(key)
+        run, options = prepared(step)
+        gib = run.estimate(options).total / 2**30
+        errors.append(gib / step.allocated_gib - 1)
+        lines.append(f"| {step.name} | {step.allocated_gib:.1f} | {gib:.1f} | {errors[-1]:+.1%} |")
+    middle = statistics.median(errors)
+    return "\n".join([*lines, "", f"Median {middle:+.1%}, from {min(errors):+.1%} to {max(errors):+.1%}."])
 
 
 def output(words: str) -> str:
@@ -152,13 +170,13 @@ def with_forecast(text: str) -> str:
     words[0] = str(ROOT / words[0])
     options = dict(zip(words[1::2], words[2::2], strict=True))
     cfg = load_config(options["--task"], [words[0], "--model", options["--model"]], environ={})
-    machine = Machine(planned_gpu(options["--gpu"]), 8)
+    machine = Machine(planned_gpu(options["--gpu"]), 8, cfg.model.fp8_format is not None)
     plan = plan_run(cfg, described_model(cfg), machine, int(options["--gpus"]), 1)
     row = row_text(plan.rows[0], plan.question.usable)
     return "\n".join([*lines[: at + 1], FORECAST + row, *lines[at + 2 :]]) + "\n"
 
 
-def draw(found: list[Published], picture: Path) -> None:
+def draw(found: Sequence[Forecast], picture: Path) -> None:
     """Forecast against published figures."""
     import matplotlib
 
@@ -167,10 +185,11 @@ def draw(found: list[Published], picture: Path) -> None:
 
     figure = Figure(figsize=(7, 6.4), dpi=120, layout="constrained")
     axis = figure.subplots()
-    for gpu, color in zip(dict.fromkeys(one.row["gpu"] for one in found), COLORS, strict=False):
-        own = [one for one in found if one.row["gpu"] == gpu]
-        axis.scatter([o.measured for o in own], [o.tokens for o in own], color=color, label=gpu, s=26, alpha=0.85)
-    ends = [200, 50000]
+    for gpu, color in zip(dict.fromkeys(one.step.gpu for one in found), COLORS, strict=True):
+        own = [one for one in found if one.step.gpu == gpu]
+        x = [one.step.tokens_per_second_per_gpu for one in own]
+        axis.scatter(x, [one.tokens for one in own], color=color, label=gpu, s=26, alpha=0.85)
+    ends = [200, 60000]
     axis.plot(ends, ends, color="#333a45", linewidth=1)
     for factor in (1 - FAR, 1 + FAR):
         axis.plot(ends, [factor * end for end in ends], color="#9aa3af", linewidth=0.8, linestyle="--")
@@ -198,11 +217,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when the page is out of date")
     check = parser.parse_args(argv).check
-    found = forecasts()
+    found = judged()
     text = fresh = PAGE.read_text(encoding="utf-8")
     for name, words in COMMANDS.items():
         fresh = replaced(fresh, name, output(words))
+    fresh = replaced(fresh, "constants", constants_text())
     fresh = replaced(fresh, "errors", errors_text(found))
+    fresh = replaced(fresh, "allocated", memory_text())
     files = {PAGE: (text, fresh)}
     for file in sorted(CONFIGS.glob("*.yaml")):
         text = file.read_text(encoding="utf-8")

@@ -31,7 +31,7 @@ from megaswift.run.checks.model_spec import model_spec_for_task
 
 USAGE = """\
 Searches layouts and settings of a run on GPUs that need not be there, and ranks those that fit by tokens per second.
-Memory is that of the formulas of docs/memory.md. Time is a roofline: rates of the data sheets times assumed shares.
+Memory is that of the formulas of docs/memory.md. Time is a roofline: shares of the data sheets' rates.
 MODEL is a folder, a config.json or the name of a published model; in its place a run's file, whose options stay as they
 are. All options of training can be given:
 
@@ -51,10 +51,10 @@ def main(argv: Sequence[str]) -> int:
     gpu = planned_gpu(given.gpu, given.hardware)
     if given.network_gbps is not None:
         gpu = replace(gpu, network_gbs=given.network_gbps / 8)
-    machine = Machine(gpu, min(given.gpus_per_node, given.gpus))
     named = Path(given.what).suffix in (".yaml", ".yml")
     words = [given.what, *rest] if named else ["--model", given.what, *rest]
     cfg = load_config(given.task or (None if named else "sft"), words, environ={})
+    machine = Machine(gpu, min(given.gpus_per_node, given.gpus), cfg.model.fp8_format is not None)
     with errors_as_typed(cfg.typed, NAMES):
         wanted = max(given.top, given.row)
         plan = plan_run(cfg, described_model(cfg), machine, given.gpus, wanted, given.expert_imbalance)

@@ -15,6 +15,7 @@ from megaswift.config import SwiftConfig
 from megaswift.config.sections import OPTIONS
 from megaswift.config.swift_config import config_yaml_text
 from megaswift.memory.checkpoint_bytes import checkpoint_bytes
+from megaswift.parallel.hardware import Shares
 from megaswift.planner.search import Plan, Question, Row
 from megaswift.planner.settings import Settings, with_settings
 from megaswift.run.checks.fit import settings_text
@@ -64,6 +65,8 @@ class PlanReport:
         q = self.plan.question
         gpu = q.machine.gpu
         said = "" if self.batch_given else ", assumed: --global_batch_size says another"
+        fitted = q.machine.shares != Shares()
+        shares = "shares fitted to published steps" if fitted else "assumed shares"
         lines = [
             f"{self.cfg.task} of {self.cfg.model.model} ({self.cfg.model.train_type}, {q.model.kernels.dtype}) on "
             f"{q.gpus} x {gpu.name}, {q.machine.gpus_per_node} a node; {bytes_text(q.usable)} usable of "
@@ -71,8 +74,7 @@ class PlanReport:
             f"a step: {_batch_text(q)}{said}{_scoring_text(q)}",
             f"{self.plan.legal} legal layouts timed; memory of {self.plan.compared} of them computed, in "
             f"{self.plan.combinations} combinations of micro-batch and settings",
-            "memory by the formulas of docs/memory.md; time by roofline from data sheets and assumed shares, not "
-            "measured",
+            f"memory by the formulas of docs/memory.md; time by roofline from data sheets and {shares}, not measured",
         ]
         return "\n".join(lines)
 

@@ -315,7 +315,7 @@ def _planned(given: argparse.Namespace, job: Job, cfg: SwiftConfig) -> tuple[Job
     from megaswift.run.checks.layout_plan import forecast_text, planned_layout, words_of
 
     world = job.nodes * job.processes_per_node
-    machine = Machine(planned_gpu(gpu), job.processes_per_node)
+    machine = Machine(planned_gpu(gpu), job.processes_per_node, cfg.model.fp8_format is not None)
     if not auto and not describes_model(cfg):
         return job, cfg, f"forecast: none, because --model {cfg.model.model} is not on this machine"
     spec = described_model(cfg)

@@ -20,6 +20,20 @@ PCIE_5 = 64.0
 
 
 @dataclass(frozen=True)
+class Shares:
+    """What a training step reaches of a GPU's figures. The values here are assumptions for GPUs without a fit."""
+
+    products: float = 0.70
+    """Of the peak: large matrix products."""
+    attention: float = 0.50
+    """Of the peak in bfloat16: flash attention."""
+    link: float = 0.80
+    """Of NVLink and of the network: collectives."""
+    launch_us: float = 6.0
+    """Microseconds of the host for each kernel."""
+
+
+@dataclass(frozen=True)
 class Gpu:
     """One GPU. Rates are dense and in one direction; the data sheets give links in both, and Blackwell's products with
     sparsity."""
@@ -39,12 +53,12 @@ class Gpu:
     """GB/s of the GPU's share of the network between nodes in the maker's own machine."""
     domain: int | None = None
     """GPUs that NVLink joins, where these are more than a node's."""
-    products_share: float = 0.70
-    """Share of `bf16_tflops` that large products reach. This share and the next three are assumptions of
-    `megaswift plan`."""
-    attention_share: float = 0.50
     hbm_share: float = 0.80
-    link_share: float = 0.80
+    """Share of `hbm_gbs` that kernels reach: an assumption, the same for all."""
+    bf16: Shares = Shares()
+    """Of steps in bfloat16 or float32."""
+    fp8: Shares = Shares()
+    """Of steps in FP8."""
     source: str = ""
 
     @property
@@ -53,11 +67,31 @@ class Gpu:
         return None not in (self.bf16_tflops, self.link_gbs, self.memory_gib, self.hbm_gbs, self.network_gbs)
 
 
+GENERATIONS = {
+    **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200"), "hopper"),
+    **dict.fromkeys(("b200", "b300", "gb200", "gb300"), "blackwell"),
+}
+"""GPUs with fitted shares -> their generation."""
+FITTED: dict[tuple[str, str], Shares] = {
+    ("hopper", "fp8"): Shares(0.70, 0.30, 0.95, 3.0),
+    ("blackwell", "bf16"): Shares(0.39, 0.44, 0.64, 8.5),
+    ("blackwell", "fp8"): Shares(0.62, 0.30, 0.48, 15.0),
+}
+"""Generation and precision -> shares fitted to published steps by scripts/published_steps.py. There are published steps
+of one model only for Hopper in bfloat16, and none for other generations."""
+
+
+def _fitted(gpu: Gpu) -> Gpu:
+    generation = GENERATIONS.get(gpu.name, "")
+    bf16, fp8 = (FITTED.get((generation, precision), Shares()) for precision in ("bf16", "fp8"))
+    return replace(gpu, bf16=bf16, fp8=fp8)
+
+
 DGX_A100 = "NVIDIA A100 data sheet; DGX A100: one 200 Gb/s port for each GPU"
 HOPPER = "NVIDIA data sheet; DGX H100 and H200: one 400 Gb/s port for each GPU"
 EXPORT = "as published by resellers, not by NVIDIA; network as in DGX H100"
 BLACKWELL = "NVIDIA data sheet, halved where it states sparsity; network of the DGX of this GPU"
-GPUS: tuple[Gpu, ...] = (
+DATA_SHEETS: tuple[Gpu, ...] = (
     Gpu("gb300", r"GB300", 2500.0, 900.0, 5000.0, 276.0, 8000.0, 100.0, domain=72, source=BLACKWELL),
     Gpu("gb200", r"GB200", 2500.0, 900.0, 5000.0, 184.0, 8000.0, 50.0, domain=72, source=BLACKWELL),
     Gpu("b300", r"B300", 2250.0, 900.0, 4500.0, 267.0, 8000.0, 100.0, source=BLACKWELL),
@@ -97,7 +131,8 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("mi300x", r"MI300X", 1307.4, None),
     Gpu("mi250", r"MI250", 383.0, None),
 )
-"""The first row whose pattern a device's name contains counts. The four shares are assumptions, the same for all."""
+GPUS = tuple(map(_fitted, DATA_SHEETS))
+"""The first row whose pattern a device's name contains counts."""
 
 
 def gpu_of_device(name: str) -> Gpu | None:
@@ -138,20 +173,30 @@ def _changed_rows(file: Path, rows: Mapping[str, Gpu]) -> Iterator[Gpu]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise ConfigError(Problem(what, rule, "megaswift plan --show_hardware prints such a file")) from None
-    names = {f.name for f in fields(Gpu)} - {"name"}
     if not isinstance(read, dict) or not all(isinstance(row, dict) for row in read.values()):
         raise ConfigError(Problem(what, "is no mapping of names to figures", "h100: {network_gbs: 25}"))
     for name, row in read.items():
         base = rows.get(name) or Gpu(name, re.escape(name), None, None)
-        for key, value in row.items():
-            text = key in ("pattern", "source")
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-            if key not in names or not (number or value is None or (text and isinstance(value, str))):
-                rule = "is no field of a GPU" if key not in names else "is no positive number"
-                raise ConfigError(
-                    Problem(f"{what}: {name}: {key}: {value}", rule, f"fields: {', '.join(sorted(names))}")
-                )
-        yield replace(base, **row)
+        shares = {key: value for key, value in row.items() if key in ("bf16", "fp8") and isinstance(value, dict)}
+        for key, value in shares.items():
+            _check_fields(f"{what}: {name}: {key}", value, Shares)
+        _check_fields(f"{what}: {name}", {key: row[key] for key in row.keys() - shares.keys()}, Gpu)
+        yield replace(base, **row | {key: replace(getattr(base, key), **value) for key, value in shares.items()})
+
+
+def _check_fields(what: str, row: Mapping[str, Any], kind: type) -> None:
+    """Refuse keys and values that are no fields of `kind`."""
+    names = sorted(f.name for f in fields(kind) if f.name != "name")
+    for key, value in row.items():
+        text = key in ("pattern", "source")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+        if key not in names:
+            raise ConfigError(Problem(f"{what}: {key}", "is no field of a GPU", f"fields: {', '.join(names)}"))
+        if key in ("bf16", "fp8") or not (number or value is None or (text and isinstance(value, str))):
+            rule = "is no mapping of shares" if key in ("bf16", "fp8") else "is no positive number"
+            raise ConfigError(
+                Problem(f"{what}: {key}: {value}", rule, "megaswift plan --show_hardware prints such a file")
+            )
 
 
 def hardware_yaml() -> str:

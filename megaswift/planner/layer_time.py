@@ -24,8 +24,6 @@ MAIN_GRADIENT = 4
 """Bytes of a float32 main gradient, read and written where a weight's gradient is added to it."""
 LAUNCHES = {False: (60, 110), True: (150, 290)}
 """Kernels of a dense and of a MoE layer's forward and backward pass. An assumption, not measured here."""
-LAUNCH = 6e-6
-"""Seconds of the host for each. An assumption, not measured here."""
 
 
 @dataclass(frozen=True)
@@ -121,13 +119,17 @@ def layer_time(setup: MicrobatchSetup, layer: int, machine: Machine) -> LayerTim
         all_to_all=tokens,
     )
     forward_launches, backward_launches = LAUNCHES[moe]
+    launch = machine.shares.launch_us * 1e-6
     return LayerTime(
-        _with_host(forward, forward_launches), _with_host(backward, backward_launches), Seconds(attention=core), block
+        _with_host(forward, forward_launches * launch),
+        _with_host(backward, backward_launches * launch),
+        Seconds(attention=core),
+        block,
     )
 
 
-def _with_host(gpu: Seconds, launches: int) -> Seconds:
-    return gpu + Seconds(host=max(0.0, launches * LAUNCH - gpu.gpu))
+def _with_host(gpu: Seconds, host: float) -> Seconds:
+    return gpu + Seconds(host=max(0.0, host - gpu.gpu))
 
 
 def head_time(setup: MicrobatchSetup, machine: Machine) -> tuple[Seconds, Seconds]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from megaswift.parallel.hardware import Gpu
+from megaswift.parallel.hardware import Gpu, Shares
 from megaswift.parallel.layout import GRIDS, Layout
 from megaswift.parallel.link_rates import bus_factor, hardware_figure
 
@@ -21,6 +21,13 @@ class Machine:
 
     gpu: Gpu
     gpus_per_node: int
+    fp8: bool = False
+    """Whether its steps compute in FP8."""
+
+    @property
+    def shares(self) -> Shares:
+        """What steps reach of the GPU's figures."""
+        return self.gpu.fp8 if self.fp8 else self.gpu.bf16
 
     @property
     def domain(self) -> int:
@@ -40,12 +47,12 @@ class Machine:
         peak = gpu.bf16_tflops if half else gpu.bf16_tflops / 2
         if fp8 and gpu.fp8_tflops is not None:
             peak = gpu.fp8_tflops
-        return peak * TERA * gpu.products_share
+        return peak * TERA * self.shares.products
 
     def attention_rate(self, half: bool = True) -> float:
         """FLOP/s of flash attention."""
         assert self.gpu.bf16_tflops is not None
-        return self.gpu.bf16_tflops * TERA * self.gpu.attention_share / (1 if half else 2)
+        return self.gpu.bf16_tflops * TERA * self.shares.attention / (1 if half else 2)
 
     @property
     def memory_rate(self) -> float:
@@ -65,7 +72,7 @@ class Machine:
         if ranks == 1 or not size:
             return 0.0
         rate = _bus_rate(operation, stride, ranks, self.domain, self.gpu.link_gbs, self.gpu.network_gbs)
-        return size * bus_factor(operation, ranks) / (rate * GIGA * self.gpu.link_share)
+        return size * bus_factor(operation, ranks) / (rate * GIGA * self.shares.link)
 
 
 def _stride_and_ranks(layout: Layout, axes: str) -> tuple[int, int]:

@@ -158,6 +158,13 @@ def test_hardware_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str
         plan(capsys, *words, "--gpu", gpu, "--output", str(tmp_path / "plan.json"))
         times.append(json.loads((tmp_path / "plan.json").read_text())["rows"][0]["seconds_by_part"]["products"])
     assert times[1] == pytest.approx(2 * times[0], rel=0.01)
+    file.write_text("h100: {bf16: {products: 0.35}, fp8: {products: 0.1}}\n")
+    plan(capsys, *words, "--gpu", "h100", "--output", str(tmp_path / "plan.json"))
+    products = json.loads((tmp_path / "plan.json").read_text())["rows"][0]["seconds_by_part"]["products"]
+    assert products == pytest.approx(2 * times[0], rel=0.01)
+    for text in ("bf16: 0.5", "bf16: {product: 0.5}", "bf16: {products: much}"):
+        file.write_text(f"h100: {{{text}}}\n")
+        assert f"h100: {text.split(':')[0]}" in refused(capsys, *words, "--gpu", "h100")
     file.write_text("h100: {bandwidth: 3}\n")
     assert "is no field of a GPU" in refused(capsys, *words, "--gpu", "h100")
     file.write_text("h100: [3]\n")

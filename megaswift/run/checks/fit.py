@@ -100,7 +100,9 @@ def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> F
     split = PipelineSplit.from_config(cfg.parallel)
     parameters = TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, split)
 
-    return choose_settings_for_run(cfg, parameters, _usable(memory, layout, kernels.cuda), _machine(kernels.cuda))
+    return choose_settings_for_run(
+        cfg, parameters, _usable(memory, layout, kernels.cuda), _machine(kernels.cuda, cfg.model.fp8_format is not None)
+    )
 
 
 def fit_advice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
@@ -131,12 +133,12 @@ def _usable(memory: int, layout: Layout, cuda: bool) -> int:
     return usable_bytes(memory, cuda) - (communicator_bytes(layout) if cuda else 0)
 
 
-def _machine(cuda: bool) -> Machine:
+def _machine(cuda: bool, fp8: bool) -> Machine:
     """The first GPU's: all ranks choose alike where they have the same."""
     import torch
 
     gpu = gpu_of_device(torch.cuda.get_device_name(0)) if cuda else None
-    return DEFAULT_MACHINE if gpu is None or not gpu.plannable else Machine(gpu, DEFAULT_MACHINE.gpus_per_node)
+    return DEFAULT_MACHINE if gpu is None or not gpu.plannable else Machine(gpu, DEFAULT_MACHINE.gpus_per_node, fp8)
 
 
 def choose_settings_for_run(

@@ -202,7 +202,7 @@ def resolve_layout(cfg: SwiftConfig, gpus: int, gpus_per_node: int, tell: bool) 
     """
     if cfg.parallel.layout != "auto":
         return cfg, []
-    machine = Machine(_gpu(cfg.parallel.planned_gpu), min(gpus, gpus_per_node))
+    machine = Machine(_gpu(cfg.parallel.planned_gpu), min(gpus, gpus_per_node), cfg.model.fp8_format is not None)
     spec = model_spec_for_task(cfg, locate_model(cfg.model, weights=False))
     options, text = planned_layout(cfg, spec, machine, gpus)
     if tell:
