@@ -9,7 +9,7 @@ case "${1:-}" in
   "" | -* | help | version | megatron) exec megaswift "$@" ;;
   pt | sft | rm | dpo | kto | orpo | simpo | cpo | grpo | ppo | gkd | rlhf | train) exec megaswift "$@" ;;
   embedding | reranker | generative_reranker | seq_cls | token_cls) exec megaswift "$@" ;;
-  bisect | plan | config | data | convert | checkpoint | infer | deploy | eval | sample | export | migrate | submit | jobs | bench | doctor | report | board) exec megaswift "$@" ;;
+  bisect | plan | simulate | config | data | convert | checkpoint | infer | deploy | eval | sample | export | migrate | submit | jobs | bench | doctor | report | board) exec megaswift "$@" ;;
 esac
 if command -v "$1" >/dev/null 2>&1; then
   exec "$@"

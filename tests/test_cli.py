@@ -450,7 +450,18 @@ def test_only_commands_that_exist_are_listed() -> None:
         "rlhf",
     ]
     others = "train config data convert checkpoint report board infer deploy export eval sample"
-    assert list(COMMANDS) == [*tasks, *others.split(), "migrate", "plan", "submit", "jobs", "bench", "bisect", "doctor"]
+    assert list(COMMANDS) == [
+        *tasks,
+        *others.split(),
+        "migrate",
+        "plan",
+        "simulate",
+        "submit",
+        "jobs",
+        "bench",
+        "bisect",
+        "doctor",
+    ]
     page = usage()
     assert max(map(len, page.splitlines())) <= 80
 

@@ -53,6 +53,7 @@ LAYERS = {
     "board": 8,
     "cli": 8,
     "commands": 8,
+    "simulator": 8,
 }
 OF_OPTIONS = 1
 """The layer of every module and package named `options`, which stand next to the code that reads them: declarations,

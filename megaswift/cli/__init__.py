@@ -193,6 +193,12 @@ def _plan(argv: list[str]) -> int:
     return plan(argv)
 
 
+def _simulate(argv: list[str]) -> int:
+    from megaswift.commands.simulate import main as simulate
+
+    return simulate(argv)
+
+
 def _jobs(argv: list[str]) -> int:
     from megaswift.commands.jobs import main as jobs
 
@@ -242,6 +248,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "sample": ("completions scored with rewards; the best as a data set", _sample),
     "migrate": ("translate scripts and files of other toolkits to YAML files", _migrate),
     "plan": ("layouts that fit on GPUs, with memory and time; needs none", _plan),
+    "simulate": ("collectives, memory and pipeline of single ranks of a large run", _simulate),
     "submit": ("submit a run as a job of a cluster", _submit),
     "jobs": ("status, output and end of submitted jobs", _jobs),
     "bench": ("measure communication for each group of a parallel layout", _bench),
@@ -258,6 +265,7 @@ PLAIN_COMMANDS = (
     "board",
     "migrate",
     "plan",
+    "simulate",
     "submit",
     "jobs",
     "bench",

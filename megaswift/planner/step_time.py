@@ -20,6 +20,7 @@ from megaswift.memory.objective import DEVICE, HOST
 from megaswift.memory.rank_parameters import RankParameters
 from megaswift.memory.state_bytes import state_bytes_per_element
 from megaswift.memory.step_options import StepOptions
+from megaswift.parallel.pipeline_split import ModelChunk
 from megaswift.planner.layer_time import LayerTime, Seconds, head_time, layer_time
 from megaswift.planner.machine import GIGA, Machine
 
@@ -149,6 +150,16 @@ class RunTime:
             HOST: 2 * copied / (HOST_LINK * GIGA),
         }.get(objective.reference, 0.0)
         return objective.forward_passes * (once + bubble) + exchange
+
+    def of_chunk(self, options: StepOptions, chunk: ModelChunk) -> tuple[float, float]:
+        """Returns the seconds of a model chunk's forward and backward pass of a micro-batch, the latter with what is
+        computed again."""
+        run = self.run
+        setup = MicrobatchSetup(options, run.spec, run.layout, run.kernels, run.parts)
+        time = self._stage(setup, list(chunk.layers))
+        if chunk.loss:
+            time = time.plus(*self.model.head(setup))
+        return time.forward.total, time.backward.total + time.again
 
     def _messages(self, options: StepOptions) -> float:
         """Seconds of a micro-batch's messages to and from the neighbours; interleaved, the next chunk's pass hides

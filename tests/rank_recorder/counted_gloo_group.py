@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.rank_recorder.record import RankRecord, bytes_of
+from megaswift.simulator.groups import Recorder, group_of, reduction, rows_of
 
 
 class CountedGlooGroup(dist.ProcessGroup):
     """A group all of whose ranks are run."""
 
-    def __init__(self, gloo: Any, rank: int, ranks: int, record: RankRecord) -> None:
-        super().__init__(rank, ranks)
-        self.gloo, self.ranks, self.record = gloo, ranks, record
+    def __init__(self, options: Any, _: Any, record: Recorder) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self.gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+        self.place, self.ranks, self.record = group_of(options), options.group_size, record
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "recorded"
@@ -26,12 +28,12 @@ class CountedGlooGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         sent = tensors if opts.rootRank == self.rank() else ()
-        self.record.add("broadcast", self.ranks, bytes_of(sent), bytes_of(tensors))
+        self.record.add("broadcast", self.place, sent, tensors, self.place.ranks[opts.rootRank])
         return self.gloo.broadcast(tensors, opts)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         """By a sum of everything, which any release of gloo has."""
-        self.record.add("reduce_scatter", self.ranks, bytes_of(source), bytes_of(output))
+        self.record.add("reduce_scatter", self.place, source, output, detail=reduction(opts))
         summed, how = source.clone(), dist.AllreduceOptions()
         how.reduceOp = dist.ReduceOp.SUM
         work = self.gloo.allreduce([summed], how)
@@ -53,12 +55,24 @@ class CountedGlooGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
+def _further(group: CountedGlooGroup, name: str, values: Sequence[Any]) -> tuple[int | None, Sequence[Any]]:
+    """The rank at the other end, and the reduction or the rows of an all-to-all."""
+    ranks = group.place.ranks
+    if name in ("send", "recv"):
+        return ranks[values[1]], ()
+    if name in ("reduce", "scatter", "gather"):
+        return ranks[values[-1].rootRank], reduction(values[-1]) if name == "reduce" else ()
+    if name == "all_reduce":
+        return None, reduction(values[1] if len(values) > 1 else None)
+    return None, rows_of(values[0], values[1], values[2:], group.ranks) if name == "all_to_all" else ()
+
+
 def _counted(method: str, name: str, sent: int | None, received: int | None) -> Any:
     """A collective of gloo whose arguments number `sent` and `received` hold this rank's tensors and the result."""
 
     def call(self: CountedGlooGroup, *values: Any, **named: Any) -> dist.Work:
         own, result = (values[i] if i is not None else () for i in (sent, received))
-        self.record.add(name, self.ranks, bytes_of(own), bytes_of(result))
+        self.record.add(name, self.place, own, result, *_further(self, name, values))
         return getattr(self.gloo, method)(*values, **named)
 
     return call

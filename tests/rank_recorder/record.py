@@ -15,16 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from megaswift.simulator.trace import Group, bytes_of
+
 START, STEP, ROLLOUT, EXPORT = "start-up", "step", "rollout", "export"
 SAVE, LINE, EVALUATION = "CheckpointHook", "MetricsJsonlHook", "EvaluationHook"
 """Phases."""
-
-
-def bytes_of(tensors: Any) -> int:
-    """Of a tensor, or of all in nested lists."""
-    if isinstance(tensors, Tensor):
-        return tensors.numel() * tensors.element_size()
-    return sum(map(bytes_of, tensors or ()))
 
 
 class _ArrayCounter(pickle.Pickler):
@@ -68,12 +63,12 @@ class RankRecord:
     """Phase -> bytes of each object that this rank sent, before they are padded to those of others."""
     phase: str = START
 
-    def add(self, name: str, ranks: int, sent: int, received: int) -> None:
+    def add(self, name: str, group: Group, sent: Any = (), received: Any = (), *_: Any, **__: Any) -> None:
         """Counts one call."""
-        kind = Kind(self.phase, name, ranks)
+        kind = Kind(self.phase, name, len(group.ranks))
         self.calls[kind] += 1
-        self.sent[kind] += sent
-        self.largest_received[kind] = max(self.largest_received.get(kind, 0), received)
+        self.sent[kind] += bytes_of(sent)
+        self.largest_received[kind] = max(self.largest_received.get(kind, 0), bytes_of(received))
 
     def opened(self, path: Path, rank: int, writes: bool) -> None:
         """Counts a file."""

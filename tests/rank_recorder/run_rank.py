@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from megaswift import distributed
 from megaswift.bridge.checkpoint import chunk_files
+from megaswift.simulator.groups import BACKEND, RecordingGroup, register, use_torch_collectives
+from megaswift.simulator.trace import Group
+from tests.rank_recorder.counted_gloo_group import CountedGlooGroup
 from tests.rank_recorder.record import EXPORT, ROLLOUT, STEP, RankRecord
-from tests.rank_recorder.recording_group import BACKEND, register
 
 EVENTS = ("on_launched", "on_step_begin", "on_step", "on_end")
 
@@ -44,10 +46,10 @@ def record_rank(place: int, _: int, job: RecordedRun) -> RankRecord:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.world), "LOCAL_RANK": str(rank % nodes)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(nodes), "GROUP_RANK": str(rank // nodes)}
     record = RankRecord()
-    register(record, job.ranks if job.fake else None)
+    register(record, job.ranks, RecordingGroup if job.fake else CountedGlooGroup)
     if job.fake:
         _take_equal_parts_of_ranks()
-    _torch_collectives()
+    use_torch_collectives()
     _count_files(record, job.folder, rank)
     _count_objects(record)
     _start_groups(job, rank)
@@ -75,36 +77,6 @@ def _take_equal_parts_of_ranks() -> None:
     distributed.all_gather_merged_dict = lambda share: Merged(gather(share))
 
 
-def _torch_collectives() -> None:
-    """torch's own functions in place of those that megaswift makes for gloo: a GPU has these."""
-    from megaswift.engine.megatron.cpu import collectives as made
-
-    own = dist.distributed_c10d
-
-    def all_to_all(
-        output: Any,
-        input: Any,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        takes, gives = (
-            rows.tolist() if hasattr(rows, "tolist") else rows for rows in (output_split_sizes, input_split_sizes)
-        )
-        return own.all_to_all_single(output, input, takes, gives, group, async_op)
-
-    made.TORCH, made.ALL_TO_ALL = own, all_to_all  # type: ignore[attr-defined]
-    for ours in ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_reduce"):
-        _replace_code(getattr(made, ours), f"TORCH.{ours}")
-    _replace_code(made.all_to_all, "ALL_TO_ALL")
-
-
-def _replace_code(function: Any, called: str) -> None:
-    """Modules have bound the function itself."""
-    function.__code__ = compile(f"lambda *a, **k: {called}(*a, **k)", __file__, "eval").co_consts[0]
-
-
 def _start_groups(job: RecordedRun, rank: int) -> None:
     from megaswift.engine import process_group
 
@@ -122,7 +94,7 @@ def _count_waits(record: RankRecord, run: Sequence[int]) -> None:
     untimed_barrier, global_world_size = distributed.untimed_barrier, distributed.global_world_size
 
     def barrier(hours: float) -> None:
-        record.add("untimed_barrier", global_world_size(), 0, 0)
+        record.add("untimed_barrier", Group("store", tuple(range(global_world_size()))))
         distributed.global_world_size = lambda: len(run)
         try:
             untimed_barrier(hours)

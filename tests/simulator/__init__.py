@@ -1,0 +1,1 @@
+"""`megaswift simulate`: what single ranks record, beside the same steps of real ranks over gloo."""
