@@ -32,16 +32,16 @@ def shape() -> None:
 
 
 def order() -> None:
-    """The faulty rank reduces over its other group first."""
+    """The faulty rank reduces over all ranks first, the others over their tensor-parallel group."""
 
     def faulty(groups: Any, device: torch.device) -> None:
         x = torch.ones(4, device=device)
         if dist.get_rank() == FAULTY:
-            dist.all_reduce(x, group=groups.pp)
+            dist.all_reduce(x)
             dist.all_reduce(x, group=groups.tp)
         else:
             dist.all_reduce(x, group=groups.tp)
-            dist.all_reduce(x, group=groups.pp)
+            dist.all_reduce(x)
 
     _at_the_end(faulty)
 

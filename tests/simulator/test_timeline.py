@@ -37,7 +37,7 @@ def test_the_bubble_is_that_of_the_formula(stages: int, microbatches: int) -> No
 
 def test_the_picture_in_text() -> None:
     """Two stages, two micro-batches, a column for each unit of time."""
-    assert drawn(2, 2).text(9) == "stage  0 01.aa..bb\nstage  1 .0aa1bb.."
+    assert drawn(2, 2).text(9) == "stage  0 01..aa.bb\nstage  1 .0aa1bb.."
 
 
 def test_a_schedule_that_waits_for_ever_is_refused() -> None:
