@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 
-from megaswift.simulator.trace import Call, Form, Group, Trace
+from megaswift.simulator.calls import Call, Form, Group, Trace
 
 MESSAGES = ("send", "recv")
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift.engine.megatron.cpu import collectives as made
-from megaswift.simulator.trace import Group
+from megaswift.simulator.calls import Group
 
 BACKEND = "recorded"
 REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "PRODUCT", "BAND", "BOR", "BXOR")

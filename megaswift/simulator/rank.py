@@ -27,9 +27,9 @@ from megaswift.parallel.layout import Layout
 from megaswift.parallel.row_padding import fp8_token_multiple, row_padding_multiple
 from megaswift.run.engines import native_engine, start_context
 from megaswift.run.tasks import TASKS
+from megaswift.simulator.calls import START, Pass, Trace
 from megaswift.simulator.groups import BACKEND, register, use_torch_collectives
 from megaswift.simulator.meta import MetaDevice, compute_on_meta, make_moments
-from megaswift.simulator.trace import START, Pass, Trace
 from megaswift.trainers.options.batch_sizes import batch_plan
 
 

@@ -16,9 +16,9 @@ from megaswift.parallel.layout import GRIDS, Layout
 from megaswift.planner.machine import LINK, NETWORK
 from megaswift.run.report.loss_png import GRID, INK
 from megaswift.simulator.agreement import Disagreement, compared_calls, disagreements
+from megaswift.simulator.calls import START, Call, Form, Group, Pass, Trace
 from megaswift.simulator.rank import SimulatedRun, representatives
 from megaswift.simulator.timeline import Timeline, timeline
-from megaswift.simulator.trace import START, Call, Form, Group, Pass, Trace
 from megaswift.simulator.traffic import bytes_by_link
 from megaswift.version import __version__
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megaswift.simulator.trace import Pass
+from megaswift.simulator.calls import Pass
 
 IDLE = "."
 

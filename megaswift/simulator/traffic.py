@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from math import prod
 
 from megaswift.planner.machine import LINK, NETWORK
-from megaswift.simulator.trace import Call, Form
+from megaswift.simulator.calls import Call, Form
 
 
 def sent_to(call: Call, rank: int) -> Iterator[tuple[int, int]]:

@@ -12,8 +12,8 @@ import pytest
 
 from megaswift.cli import main
 from megaswift.parallel.layout import Layout
+from megaswift.simulator.calls import Group
 from megaswift.simulator.report import group_axes
-from megaswift.simulator.trace import Group
 from tests.memory.counted_ranks import CONFIG
 from tests.parity.pool import shared
 

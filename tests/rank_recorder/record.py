@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megaswift.simulator.trace import Group, bytes_of
+from megaswift.simulator.calls import Group, bytes_of
 
 START, STEP, ROLLOUT, EXPORT = "start-up", "step", "rollout", "export"
 SAVE, LINE, EVALUATION = "CheckpointHook", "MetricsJsonlHook", "EvaluationHook"

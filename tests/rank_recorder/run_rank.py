@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megaswift import distributed
 from megaswift.bridge.checkpoint import chunk_files
+from megaswift.simulator.calls import Group
 from megaswift.simulator.groups import BACKEND, RecordingGroup, register, use_torch_collectives
-from megaswift.simulator.trace import Group
 from tests.rank_recorder.counted_gloo_group import CountedGlooGroup
 from tests.rank_recorder.record import EXPORT, ROLLOUT, STEP, RankRecord
 

@@ -15,9 +15,9 @@ from megaswift.commands.simulate import as_on_gpus
 from megaswift.config import load_config
 from megaswift.families import family_of
 from megaswift.parallel.layout import Layout
+from megaswift.simulator.calls import Trace
 from megaswift.simulator.groups import register, use_torch_collectives
 from megaswift.simulator.rank import SimulatedRun, record_steps, representatives, simulate, start_group
-from megaswift.simulator.trace import Trace
 from tests.memory.counted_ranks import CONFIG, MOE
 from tests.parity.pool import shared
 from tests.rank_recorder.counted_gloo_group import CountedGlooGroup

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaswift.simulator.agreement import Disagreement, compared_calls, disagreements
-from megaswift.simulator.trace import Call, Group, Trace
+from megaswift.simulator.calls import Call, Group, Trace
 from tests.memory.counted_ranks import CONFIG
 from tests.simulator.recorded import RecordedSteps
 

@@ -2,7 +2,7 @@
 code, and the passes of the schedule.
 
 Covers: megaswift/simulator/rank.py, megaswift/simulator/groups.py, megaswift/simulator/meta.py,
-megaswift/simulator/trace.py.
+megaswift/simulator/calls.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megaswift.parallel.layout import Layout
+from megaswift.simulator.calls import Call, Trace
 from megaswift.simulator.meta import META, MetaDevice, even_counts
 from megaswift.simulator.rank import representative, representatives
-from megaswift.simulator.trace import Call, Trace
 from tests.memory.counted_ranks import CONFIG
 from tests.simulator.recorded import EIGHT, RecordedSteps
 

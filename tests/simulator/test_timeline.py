@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from megaswift.simulator.calls import Pass
 from megaswift.simulator.timeline import Timeline, timeline
-from megaswift.simulator.trace import Pass
 
 
 def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> Iterator[Pass]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megaswift.simulator.trace import Call, Group
+from megaswift.simulator.calls import Call, Group
 from megaswift.simulator.traffic import bytes_by_link
 
 ALL = Group("0", (0, 1, 2, 3))
