@@ -188,9 +188,7 @@ def even_counts(routing_map: Tensor, topk: int) -> Tensor:
 
 def _choose_evenly() -> None:
     """Give token dispatchers the numbers that the host would read: each expert gets as many tokens."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    from megaswift.engine.megatron.layers.moe.dispatcher import LocalTokenDispatcher
+    from megaswift.engine.megatron.layers.moe.dispatcher import LocalTokenDispatcher, MoEAlltoAllTokenDispatcher
 
     exchanges, local = MoEAlltoAllTokenDispatcher.preprocess, LocalTokenDispatcher.preprocess
 
@@ -217,13 +215,12 @@ def _choose_evenly() -> None:
 
 def compute_on_meta() -> None:
     """Let the engine compute on the meta device, for the rest of the process."""
-    from megatron.core.optimizer import clip_grads
-
     from megaswift.engine import logit_fields
     from megaswift.engine.megatron import engine
     from megaswift.engine.megatron.cpu import patches
     from megaswift.engine.megatron.layers import head
     from megaswift.engine.megatron.layers.moe.experts import GroupedExpertLinear
+    from megaswift.engine.megatron.optim.optimizer import clip_grads
     from megaswift.parallel import head_memory
 
     for row in patches.CONSTANTS:

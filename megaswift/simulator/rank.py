@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -116,8 +117,9 @@ def record_steps(run: SimulatedRun, trace: Trace, memory: MetaDevice | None = No
 @contextmanager
 def recorded_passes(trace: Trace, engine: Any, note: Callable[[str], None]) -> Iterator[None]:
     """Record the passes of Megatron-Core's schedule for the length of a block."""
-    from megatron.core.pipeline_parallel import schedules
+    from megaswift.engine.megatron.forward_backward import get_forward_backward_func
 
+    schedules: Any = inspect.getmodule(get_forward_backward_func)
     chunks = {id(chunk): number for number, chunk in enumerate(engine.chunks)}
     counts: dict[int, int] = {}
     outputs: dict[int, tuple[Any, int, int]] = {}

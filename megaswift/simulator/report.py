@@ -30,7 +30,7 @@ NOT_SIMULATED = (
     "agreement of ranks at the start (options, files, programs): other ranks are taken to have what this one has",
     "reading of data and weights, evaluation, checkpoints, export",
     "kernels: layers are torch's, which call the same collectives as Transformer Engine's; context parallelism gathers "
-    "keys and values (cp_exchange all_gather)",
+    "keys and values (cp_comm_type all_gather)",
     "memory outside of tensors: CUDA's context, NCCL's buffers, kernels' workspaces, fragmentation",
 )
 OF_EXPERTS = "the choice of experts: each gets as many tokens"
