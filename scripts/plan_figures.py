@@ -169,7 +169,7 @@ def with_forecast(text: str) -> str:
     words = lines[at].removeprefix(PLAN).split()
     words[0] = str(ROOT / words[0])
     options = dict(zip(words[1::2], words[2::2], strict=True))
-    cfg = load_config(options["--task"], [words[0], "--model", options["--model"]], environ={})
+    cfg = load_config(None, [words[0], "--model", options["--model"]], environ={})
     machine = Machine(planned_gpu(options["--gpu"]), 8, cfg.model.fp8_format is not None)
     plan = plan_run(cfg, described_model(cfg), machine, int(options["--gpus"]), 1)
     row = row_text(plan.rows[0], plan.question.usable)
