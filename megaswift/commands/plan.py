@@ -26,7 +26,7 @@ from megaswift.models.spec import ModelSpec
 from megaswift.options.spelling import errors_as_typed
 from megaswift.parallel.hardware import hardware_yaml, planned_gpu
 from megaswift.planner.machine import Machine
-from megaswift.run.checks.layout_plan import IMBALANCE, global_batch_rows, options_of_row, plan_run
+from megaswift.run.checks.layout_plan import IMBALANCE, engines_to_compare, global_batch_rows, options_of_row, plan_run
 from megaswift.run.checks.model_spec import model_spec_for_task
 
 USAGE = """\
@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     machine = Machine(gpu, min(given.gpus_per_node, given.gpus), cfg.model.fp8_format is not None)
     with errors_as_typed(cfg.typed, NAMES):
         wanted = max(given.top, given.row)
-        plan = plan_run(cfg, described_model(cfg), machine, given.gpus, wanted, given.expert_imbalance)
+        spec = described_model(cfg)
+        engines = engines_to_compare(cfg, spec)
+        plan = plan_run(cfg, spec, machine, given.gpus, wanted, given.expert_imbalance, engines)
     report = PlanReport(plan, cfg, given.storage_gbps, global_batch_rows(cfg, given.gpus)[1])
     print(report.text(given.top, given.row))
     if given.output is not None:

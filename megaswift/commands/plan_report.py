@@ -14,6 +14,7 @@ from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.config.sections import OPTIONS
 from megaswift.config.swift_config import config_yaml_text
+from megaswift.engine.options.engine_checks import NATIVE
 from megaswift.memory.checkpoint_bytes import checkpoint_bytes
 from megaswift.parallel.hardware import Shares
 from megaswift.planner.search import Plan, Question, Row
@@ -162,6 +163,7 @@ class PlanReport:
 
     def _content_of(self, row: Row) -> dict[str, Any]:
         return {
+            "engine": row.engine,
             "layout": row.layout.describe(),
             "options": options_of_row(self.cfg, row),
             "memory_bytes": row.needed,
@@ -248,8 +250,9 @@ def _scoring_text(q: Question) -> str:
 
 
 def layout_text(row: Row) -> str:
-    """Writes a layout in one line; (U) where stages have unequal numbers of layers."""
-    return row.layout.describe() + (" (U)" if row.split.custom is not None else "")
+    """Writes a layout in one line, after the name of a torch engine; (U) where stages have unequal numbers of layers."""
+    layout = row.layout.describe() + (" (U)" if row.split.custom is not None else "")
+    return layout if row.engine == NATIVE else f"{row.engine} {layout}"
 
 
 def short_settings(settings: Settings) -> str:

@@ -13,9 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megaswift.engine.options.engine_checks import NATIVE
 from megaswift.memory.estimate import MemoryEstimate, RunParameters, TrainedModel, communicator_bytes
 from megaswift.memory.state_bytes import state_bytes_per_element
 from megaswift.memory.step_options import StepOptions
+from megaswift.memory.torch_estimate import KINDS, TorchRun
 from megaswift.models.flops import StepFlopFormula, mixer_flop_sizes
 from megaswift.parallel.constraints import LayoutRequest, broken_rule_problems
 from megaswift.parallel.layout import Layout
@@ -24,6 +26,7 @@ from megaswift.parallel.pipeline_split import PipelineSplit, balanced_pipeline_l
 from megaswift.planner.machine import TERA, Machine
 from megaswift.planner.settings import BATCH, Settings, cheapest_first, combinations, with_settings
 from megaswift.planner.step_time import RunTime, StepTime, TimeModel
+from megaswift.planner.torch_time import torch_step_time
 
 SHORTEST = 1024
 """Tokens of a sequence on a context-parallel rank, at least."""
@@ -66,6 +69,8 @@ class Question:
     """Options that stay as they are."""
     left_open: Collection[str]
     """Settings that may change."""
+    engines: Collection[str] = (NATIVE,)
+    """Engines that are compared."""
 
     @property
     def documents(self) -> int:
@@ -92,6 +97,7 @@ class Row:
     """Per second and GPU."""
     tflops: float
     """Of the model, per GPU."""
+    engine: str = NATIVE
 
     @property
     def needed(self) -> int:
@@ -100,6 +106,7 @@ class Row:
 
     def options(self) -> dict[str, Any]:
         """The options of this row, by name."""
+        assert self.engine == NATIVE or self.layout.world_size == self.layout.dp
         sizes = {option: getattr(self.layout, axis) for axis, option in AXES.items()}
         if self.split.custom is not None or sizes["virtual_pipeline_parallel_size"] == 1:
             sizes.pop("virtual_pipeline_parallel_size")
@@ -149,13 +156,18 @@ def search(question: Question, wanted: int = 20) -> Plan:
     looked at, until no later one can be faster than the rows that were found.
     """
     plan = Plan(question)
-    layouts = sorted(_legal_layouts(question, plan), key=lambda layout: layout.least.total)
+    native = _legal_layouts(question, plan) if NATIVE in question.engines else ()
+    layouts = sorted(native, key=lambda layout: layout.least.total)
     length = question.options.max_length
     documents = question.documents
     formula = flop_formula(question.model, question.options.objective.forward_passes)
     flops = formula.step(length, length**2) * documents / question.gpus
     tokens = length * documents / question.gpus
-    found: dict[tuple[int, ...], Row] = {}
+    found: dict[tuple[int | str, ...], Row] = {}
+    torch_rows = list(_torch_rows(question, plan, tokens, flops))
+    for row in torch_rows:
+        if row.needed <= question.usable:
+            found[row.engine,] = row
     for layout in layouts:
         slowest = sorted(row.time.total for row in found.values())[wanted - 1 : wanted]
         if slowest and layout.least.total >= slowest[0]:
@@ -185,7 +197,48 @@ def search(question: Question, wanted: int = 20) -> Plan:
         elif key not in found or forecast.total < found[key].time.total:
             found[key] = row
     plan.rows = sorted(found.values(), key=lambda row: -row.tokens)[:wanted]
+    fastest = plan.rows[0].tokens if plan.rows else 0.0
+    plan.too_large += [row for row in torch_rows if row.needed > question.usable and row.tokens > fastest]
     return plan
+
+
+def _torch_rows(question: Question, plan: Plan, tokens: float, flops: float) -> Iterator[Row]:
+    """One row for each torch engine: the fastest micro-batch and recomputation that fit, or what needs least."""
+    layout = Layout(question.gpus)
+    for kind in [kind for kind in KINDS if kind in question.engines]:
+        run = TorchRun(question.model, kind, question.gpus)
+        granularity = question.options.model.recompute_granularity
+        levels: list[Settings] = [{}]
+        if "recompute_granularity" in question.left_open and granularity != "full":
+            levels.append({"recompute_granularity": "full"})
+        tried = []
+        for rows, passes in _micro_batches(question, layout):
+            for settings in levels:
+                options = with_settings(replace(question.options, rows=rows, passes=passes), settings)
+                time = torch_step_time(run, options, question.machine)
+                tried.append((settings, options, run.estimate(options), time))
+        if not tried:
+            continue
+        plan.legal += 1
+        plan.compared += 1
+        plan.combinations += len(tried)
+        communicators = communicator_bytes(layout)
+        fitting = [one for one in tried if one[2].total + communicators <= question.usable]
+        best = min(fitting, key=lambda one: one[3].total) if fitting else min(tried, key=lambda one: one[2].total)
+        settings, options, memory, time = best
+        yield Row(
+            layout,
+            PipelineSplit(),
+            options.rows,
+            options.passes,
+            settings,
+            memory,
+            communicators,
+            time,
+            tokens / time.total,
+            flops / time.total / TERA,
+            kind,
+        )
 
 
 def flop_formula(model: TrainedModel, passes: float = 0) -> StepFlopFormula:

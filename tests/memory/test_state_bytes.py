@@ -1,6 +1,6 @@
 """Bytes of weights, gradients and optimizer states against what real runs hold after a step.
 
-Covers: megaswift/memory/state_bytes.py, megaswift/memory/rank_parameters.py."""
+Covers: megaswift/memory/state_bytes.py, megaswift/memory/rank_parameters.py, megaswift/memory/torch_states.py."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megaswift.config import SwiftConfig
 from megaswift.families import family_of
 from megaswift.memory.rank_parameters import parameters_by_place
 from megaswift.memory.state_bytes import HeldBytes, held_bytes
+from megaswift.memory.torch_states import (
+    state_bytes,
+    torch_engine_bytes,
+    torch_parameters,
+)
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
 from megaswift.run.checks.fit import step_options
 from tests.memory.counted_ranks import CONFIG, MOE, CountedRun, Held, model_folder
 from tests.memory.of_config import parts_of
-from tests.memory.torch_engine_bytes import (
-    state_bytes,
-    torch_engine_bytes,
-    torch_parameters,
-)
 from tests.parity.models import build
 from tests.parity.pool import Pool
 

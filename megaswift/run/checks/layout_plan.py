@@ -13,11 +13,12 @@ from typing import Any
 from megaswift import log
 from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
-from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine
+from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine, uses_model_parallelism
 from megaswift.errors import ConfigError, Problem
 from megaswift.folders.source import locate_model
 from megaswift.memory.estimate import TrainedModel, uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
+from megaswift.memory.torch_estimate import KINDS, uncovered_torch_runs
 from megaswift.models.spec import ModelSpec
 from megaswift.options.tasks import PLANNED
 from megaswift.options.values import option_value_text
@@ -57,9 +58,15 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     if cfg.task not in PLANNED:
         rule = "is not covered by the formulas of plans"
         problems.append(Problem(f"task {cfg.task}", rule, f"--task {', '.join(PLANNED)}"))
-    if requested_engine(cfg) not in (NATIVE, AUTO):
-        rule = "plans are for the native engine"
-        problems.append(Problem(f"--engine {cfg.engine.engine}", rule, "--engine megatron, or leave it out"))
+    engine = requested_engine(cfg)
+    if engine in KINDS:
+        if torch_runs := list(uncovered_torch_runs(cfg.task, cfg.model, cfg.lora, cfg.optim, spec)):
+            rule = f"plans of this engine do not cover {', '.join(torch_runs)}"
+            problems.append(Problem(f"--engine {engine}", rule, "--engine megatron, or leave it out"))
+        return problems
+    if engine not in (NATIVE, AUTO):
+        rule = f"plans are for the engines megatron, {', '.join(KINDS)}"
+        problems.append(Problem(f"--engine {engine}", rule, "--engine megatron, or leave it out"))
     if uncovered := list(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "plan with a similar model, or without the option"))
@@ -85,6 +92,7 @@ def planning_question(
     fixed: Collection[str],
     left_open: Collection[str],
     imbalance: float = IMBALANCE,
+    engines: Collection[str] = (NATIVE,),
 ) -> Question:
     """Return the question of this run on so many GPUs.
 
@@ -92,6 +100,7 @@ def planning_question(
         fixed: Options of layout and micro-batch that stay as they are.
         left_open: Settings that may change.
         imbalance: Tokens of the fullest expert-parallel rank over those of an even choice.
+        engines: Engines that are compared.
     """
     kernels = planned_kernels(cfg, spec)
     return Question(
@@ -104,11 +113,29 @@ def planning_question(
         LayoutRequest.of(cfg.parallel, gpus, cfg.data.max_length, cfg.train),
         fixed,
         left_open,
+        engines,
     )
 
 
+def engines_to_compare(cfg: SwiftConfig, spec: ModelSpec) -> tuple[str, ...]:
+    """Return the engines of a plan: the one that the options name; the native one, and where no option belongs to it
+    alone, those of torch that the formulas cover."""
+    asked = requested_engine(cfg)
+    if asked in KINDS:
+        return (asked,)
+    named = "engine" in cfg.given and asked == NATIVE
+    uncovered = uncovered_torch_runs(cfg.task, cfg.model, cfg.lora, cfg.optim, spec)
+    return (NATIVE,) if named or uses_model_parallelism(cfg) or any(uncovered) else (NATIVE, *KINDS)
+
+
 def plan_run(
-    cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int, wanted: int = 20, imbalance: float = IMBALANCE
+    cfg: SwiftConfig,
+    spec: ModelSpec,
+    machine: Machine,
+    gpus: int,
+    wanted: int = 20,
+    imbalance: float = IMBALANCE,
+    engines: Collection[str] = (NATIVE,),
 ) -> Plan:
     """Return the fastest layouts of a run that fit. What the user has set stays.
 
@@ -120,7 +147,7 @@ def plan_run(
     fixed = {name for name in (*AXES.values(), *SPLIT, "per_device_train_batch_size") if name in cfg.given}
     left_open = settings_left_open(cfg)
     for spared in (LAST_RESORTS, LAST_RESORTS[1:], ()):
-        question = planning_question(cfg, spec, machine, gpus, fixed, left_open.difference(spared), imbalance)
+        question = planning_question(cfg, spec, machine, gpus, fixed, left_open.difference(spared), imbalance, engines)
         if (plan := search(question, wanted)).rows:
             break
     return plan
@@ -130,13 +157,15 @@ def row_as_given(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int)
     """Return the plan of the run's own layout alone, with its own settings or those that `--fit true` would choose."""
     fixed = {*AXES.values(), *SPLIT, "per_device_train_batch_size"}
     left_open = settings_left_open(cfg) if cfg.train.fit else ()
-    return search(planning_question(cfg, spec, machine, gpus, fixed, left_open), 1)
+    asked = requested_engine(cfg)
+    engines = (asked if asked in KINDS else NATIVE,)
+    return search(planning_question(cfg, spec, machine, gpus, fixed, left_open, engines=engines), 1)
 
 
 def options_of_row(cfg: SwiftConfig, row: Row) -> dict[str, Any]:
     """Return the options of a row as they are written: without those that are empty, and with the engine and the
     precision that a plan takes for granted."""
-    taken = {"engine": NATIVE, **({"torch_dtype": "bfloat16"} if cfg.model.torch_dtype == "auto" else {})}
+    taken = {"engine": row.engine, **({"torch_dtype": "bfloat16"} if cfg.model.torch_dtype == "auto" else {})}
     return {**{name: value for name, value in row.options().items() if value != ()}, **taken}
 
 
