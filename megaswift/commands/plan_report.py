@@ -178,7 +178,8 @@ class PlanReport:
         }
 
     def _checkpoint(self, row: Row) -> int:
-        return checkpoint_bytes(self.plan.question.model, with_settings(self.plan.question.options, row.settings))
+        options = with_settings(self.plan.question.options, row.settings)
+        return checkpoint_bytes(self.plan.question.model, options, native=row.engine == NATIVE)
 
     def write(self, file: Path) -> None:
         """The JSON file, and the picture beside it."""
@@ -250,7 +251,7 @@ def _scoring_text(q: Question) -> str:
 
 
 def layout_text(row: Row) -> str:
-    """Writes a layout in one line, after the name of a torch engine; (U) where stages have unequal numbers of layers."""
+    """Writes a layout in one line, after a torch engine's name; (U) where stages have unequal numbers of layers."""
     layout = row.layout.describe() + (" (U)" if row.split.custom is not None else "")
     return layout if row.engine == NATIVE else f"{row.engine} {layout}"
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from megaswift.memory.step_options import StepOptions
 from megaswift.memory.torch_activations import GATHERING, kept_by_torch_layer
 from megaswift.memory.torch_estimate import TorchRun
-from megaswift.planner.layer_time import LAUNCH, Seconds, head_time, layer_time
+from megaswift.planner.layer_time import Seconds, head_time, layer_time
 from megaswift.planner.machine import Machine
 from megaswift.planner.step_time import StepTime
 
@@ -30,8 +30,9 @@ def torch_step_time(run: TorchRun, options: StepOptions, machine: Machine) -> St
     layers = run.spec.num_layers
     kept = sum(size for name, size in kept_by_torch_layer(one, 1).items() if not name.startswith("weights "))
     time = layer_time(setup, 1, machine)
-    forward = _with_launches(replace(time.forward, elementwise=2 * kept / machine.memory_rate), LAUNCHES[0])
-    backward = _with_launches(replace(time.backward, elementwise=3 * kept / machine.memory_rate), LAUNCHES[1])
+    launch = machine.shares.launch_us * 1e-6
+    forward = _with_launches(replace(time.forward, elementwise=2 * kept / machine.memory_rate), LAUNCHES[0] * launch)
+    backward = _with_launches(replace(time.backward, elementwise=3 * kept / machine.memory_rate), LAUNCHES[1] * launch)
     head_forward, head_backward = head_time(setup, machine)
     every, trained = run.elements
     casts = Seconds(elementwise=6 * every / machine.memory_rate) if one.autocast else Seconds()
@@ -62,5 +63,5 @@ def torch_step_time(run: TorchRun, options: StepOptions, machine: Machine) -> St
     return StepTime((ahead + back) * m, again * m, 0.0, 0.0, exchanged, optimizer, 0.0, links)
 
 
-def _with_launches(gpu: Seconds, launches: int) -> Seconds:
-    return replace(gpu, host=max(0.0, launches * LAUNCH - gpu.gpu))
+def _with_launches(gpu: Seconds, host: float) -> Seconds:
+    return replace(gpu, host=max(0.0, host - gpu.gpu))

@@ -111,24 +111,19 @@ def test_kept_tensors(model: str, text: str, options: dict[str, Any], pool: Pool
         ("single", {"engine": "ddp", "torch_dtype": "float32"}),
         ("single", {"engine": "ddp", **HALF, **LORA}),
         ("dp2", {"engine": "ddp", **HALF}),
-        ("dp2", {"engine": "zero2", **HALF}),
-        ("dp2", {"engine": "fsdp2", **HALF}),
-        ("dp2", {"engine": "zero3", **HALF, **FULL}),
     ],
     ids=str,
 )
 def test_peaks(text: str, options: dict[str, Any], pool: Pool, folders: Path) -> None:
-    """Allocations of the second of two micro-batches, gradients included: of DDP those outside of its buckets; of
-    ZeRO-3 they lie in a buffer that is always there. FSDP2 with recomputed layers is left out: its peak on a CPU is in
-    gloo's own copies."""
+    """Allocations of the second of two micro-batches, gradients included: of DDP those outside of its buckets. Peaks of
+    ZeRO and FSDP2 cannot be counted on a CPU: gloo's threads copy what they reduce, when they come to it."""
     run = CountedRun(text, model_folder(folders / "wide", MODEL), ROWS | {"max_length": 256} | options)
     counted = pool.run("tests.memory.counted_torch:count_torch_peak", run, run.world)
     cfg, spec, _ = run.setup()
     kernels = ComputeKernels(TORCH, TORCH, cfg.model.torch_dtype, False)
     model = TrainedModel.of(cfg.model, cfg.lora, spec, kernels)
     estimate = TorchRun(model, cfg.engine.engine, run.world).estimate(replace(step_options(cfg, run.world), passes=1))
-    gradients = 0 if cfg.engine.engine == "zero3" else estimate.held.gradients
-    assert estimate.activations.total + gradients == pytest.approx(max(counted), rel=0.05)
+    assert estimate.activations.total + estimate.held.gradients == pytest.approx(max(counted), rel=0.05)
 
 
 def test_gradients_of_ddp_outside_of_its_buckets() -> None:
