@@ -16,13 +16,15 @@ from megaswift import log
 from megaswift.base.command_words import UserErrorArgumentParser
 from megaswift.commands.plan import described_model
 from megaswift.config import SwiftConfig, load_config
-from megaswift.config.sections import NAMES
+from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine
 from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
+from megaswift.engine.options.te import NEED_TRANSFORMER_ENGINE
 from megaswift.errors import ConfigError, LayoutError, Problem
 from megaswift.memory.estimate import TrainedModel, uncovered_features
 from megaswift.models.spec import ModelSpec
 from megaswift.options.spelling import errors_as_typed
+from megaswift.options.values import option_value_text
 from megaswift.parallel.checks import legal_layout
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.hardware import planned_gpu
@@ -48,9 +50,8 @@ link, live memory and the pipeline, and whether the ranks fit together. All opti
 DISAGREE = 1
 """The exit code where ranks do not fit together."""
 TASKS = ("sft", "pt")
-SIMPLER = {"precision_aware_optimizer": False, "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
-"""Options of Transformer Engine's optimizer, whose steps call the same collectives."""
-GIB = 2**30
+STATES = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "store_param_remainders")
+"""Options of the precision-aware optimizer."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,18 +69,17 @@ def main(argv: Sequence[str]) -> int:
         layout = _layout(cfg, spec, given.world)
         batch_plan(cfg.train, layout.dp)
     ranks = _ranks(given.ranks, given.world)
-    simplified = cfg.optim.precision_aware_optimizer
-    cfg = as_on_gpus(cfg)
+    simulated, left_out = as_on_gpus(cfg)
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU would be computed on
+    log.quiet_libraries()
     from megaswift.simulator.rank import SimulatedRun, representatives, simulate
     from megaswift.simulator.report import Simulation
 
-    log.quiet_libraries()
-    run = SimulatedRun(cfg, spec, layout, given.steps, simplified)
+    run = SimulatedRun(simulated, spec, layout, given.steps, left_out)
     traces = simulate(run, ranks or representatives(layout), log.info)
     durations, unit, forecast = _times(given, cfg, spec, layout, run.passes)
-    title = f"{cfg.task} of {cfg.model.model} ({cfg.model.train_type}, {cfg.model.torch_dtype})"
+    title = f"{cfg.task} of {cfg.model.model} ({cfg.model.train_type}, {simulated.model.torch_dtype})"
     shown = Simulation(run, traces, min(given.gpus_per_node, given.world), title, durations, unit, forecast)
     print(shown.text())
     if given.output is not None:
@@ -155,20 +155,30 @@ def _layout(cfg: SwiftConfig, spec: ModelSpec, world: int) -> Layout:
         raise LayoutError(named) from None
 
 
-def as_on_gpus(cfg: SwiftConfig) -> SwiftConfig:
-    """Return the run with what it does by default on GPUs, and torch's layers."""
+def as_on_gpus(cfg: SwiftConfig) -> tuple[SwiftConfig, tuple[str, ...]]:
+    """Return the run with what it does by default on GPUs and with torch's layers, and the options that only
+    Transformer Engine's have, which are left out."""
     parallel = cfg.parallel
     sharded = uses_distributed_optimizer(parallel.distributed_optimizer, cfg.optim.optimizer)
     reduce = parallel.overlap_grad_reduce is not False
     gather = parallel.overlap_param_gather
-    options = {
+    options: dict[str, object] = {
         "engine": NATIVE,
-        "transformer_impl": "torch",
         "torch_dtype": "bfloat16" if cfg.model.torch_dtype == "auto" else cfg.model.torch_dtype,
         "overlap_grad_reduce": reduce,
         "overlap_param_gather": (sharded and reduce) if gather is None else gather,
     }
-    return cfg.replace(**options, **(SIMPLER if cfg.optim.precision_aware_optimizer else {}))
+    left_out = [n for n, *_, wants, _, _ in NEED_TRANSFORMER_ENGINE if n in cfg.given and wants(cfg.value(n))]
+    texts = tuple(f"--{name} {option_value_text(cfg.value(name))}" for name in left_out)
+    options |= {name: OPTIONS[name].default for name in left_out}
+    if "precision_aware_optimizer" in left_out:
+        options |= {name: OPTIONS[name].default for name in STATES}
+    if "cp_comm_type" in left_out:
+        options["hierarchical_context_parallel_sizes"] = ()
+    if "recompute_modules" in left_out:
+        rest = tuple(m for m in cfg.model.recompute_modules if m not in ("layernorm", "moe_act"))
+        options |= {"recompute_modules": rest} if rest else {"recompute_granularity": None}
+    return cfg.replace(**options, transformer_impl="torch"), texts
 
 
 def _times(
@@ -177,7 +187,7 @@ def _times(
     """The time of passes, its unit, and the memory by formulas, in words."""
     split = PipelineSplit.from_config(cfg.parallel)
     stages = model_chunks_by_stage(spec.num_layers, layout, split)
-    kernels = planned_kernels(cfg.replace(transformer_impl="auto"), spec)
+    kernels = planned_kernels(cfg, spec)
     options = micro_batch_options(cfg, cfg.train.per_device_train_batch_size, passes)
     covered = not list(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, False))
     parameters = TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, split) if covered else None

@@ -42,8 +42,8 @@ class SimulatedRun:
     spec: ModelSpec
     layout: Layout
     steps: int = 1
-    states_are_simplified: bool = False
-    """Whether the optimizer has states in float32 in place of the run's own."""
+    left_out: tuple[str, ...] = ()
+    """Options that only Transformer Engine's kernels have."""
 
     @property
     def passes(self) -> int:

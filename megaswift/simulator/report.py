@@ -6,7 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ NOT_SIMULATED = (
     "memory outside of tensors: CUDA's context, NCCL's buffers, kernels' workspaces, fragmentation",
 )
 OF_EXPERTS = "the choice of experts: each gets as many tokens"
-OF_PRECISION = "the precision-aware optimizer: states are in float32"
+OF_KERNELS = "options of Transformer Engine's kernels, without which memory is higher"
 Durations = Callable[[int, Pass], float]
 """(stage, pass) -> its time."""
 
@@ -76,8 +77,8 @@ class Simulation:
 
     def not_simulated(self) -> list[str]:
         """Return what the figures leave out."""
-        precise = [OF_PRECISION] if self.run.states_are_simplified else []
-        return [*([OF_EXPERTS] if self.run.spec.experts else []), *precise, *NOT_SIMULATED]
+        left_out = [f"{OF_KERNELS}: {', '.join(self.run.left_out)}"] if self.run.left_out else []
+        return [*([OF_EXPERTS] if self.run.spec.experts else []), *left_out, *NOT_SIMULATED]
 
     def calls(self, rank: int) -> list[Call]:
         """Return the calls of a rank's last step."""
@@ -112,7 +113,7 @@ class Simulation:
         rank = min(self.traces)
         kinds: dict[tuple[str, str], list[Call]] = {}
         for call in self.calls(rank):
-            kinds.setdefault((group_axes(call.group, rank, self.layout), call.name), []).append(call)
+            kinds.setdefault((group_axes(call.group, self.layout), call.name), []).append(call)
         rows = [("group", "ranks", "operation", "calls", "sent", "first called from")]
         for (axes, name), calls in sorted(kinds.items(), key=lambda kind: -_wire(kind[1], rank, self.gpus_per_node)):
             size = bytes_text(_wire(calls, rank, self.gpus_per_node))
@@ -196,7 +197,7 @@ class Simulation:
                     zip(
                         fields,
                         (
-                            group_axes(k[0], trace.rank, self.layout),
+                            group_axes(k[0], self.layout),
                             k[0].ranks,
                             k[1],
                             _forms(k[2]),
@@ -269,19 +270,20 @@ def last_step(trace: Trace, steps: int) -> list[Pass]:
     return [p._replace(microbatch=p.microbatch - first) for p in passes]
 
 
-def group_axes(group: Group, rank: int, layout: Layout) -> str:
-    """Return the axes along which the ranks of a group differ: `tp`, `cp-dp`; `all`, or the ranks themselves."""
+@cache
+def group_axes(group: Group, layout: Layout) -> str:
+    """Return the axes along which the ranks of a group differ (`tp`, `cp-dp`; of both grids where the ranks are the
+    same, `tp-dp = ep`), `all`, or the ranks themselves."""
     if len(group.ranks) == layout.world_size:
         return "all"
+    found = []
     for grid in GRIDS.values():
         places = [_place(layout, member, grid) for member in group.ranks]
         varied = [axis for n, axis in enumerate(grid) if len({place[n] for place in places}) > 1]
-        count = 1
-        for axis in varied:
-            count *= getattr(layout, axis)
-        if count == len(group.ranks):
-            return "-".join(varied)
-    return _numbers(group.ranks)
+        if prod(getattr(layout, axis) for axis in varied) == len(group.ranks):
+            found.append("-".join(varied))
+    experts = layout.ep * layout.etp > 1
+    return " = ".join(dict.fromkeys(found if experts else found[:1])) or _numbers(group.ranks)
 
 
 def _place(layout: Layout, rank: int, grid: Sequence[str]) -> tuple[int, ...]:

@@ -72,8 +72,11 @@ def test_mistakes(words: str, expected: tuple[str, ...], capsys: pytest.CaptureF
 
 def test_names_of_groups() -> None:
     """By the axes along which the ranks differ."""
-    layout = Layout(32, tp=2, cp=2, pp=2, ep=4)
+    experts = Layout(32, tp=2, pp=2, ep=4)
+    assert group_axes(Group("1", tuple(experts.group("ep", 0))), experts) == "ep"
+    assert group_axes(Group("2", tuple(experts.group("tp-cp-dp", 0))), experts) == "tp-dp = ep-edp"
+    layout = Layout(32, tp=2, cp=2, pp=2)
     for axes in ("tp", "cp", "dp", "pp", "cp-dp", "tp-cp"):
-        assert group_axes(Group("1", tuple(layout.group(axes, 0))), 0, layout) == axes
-    assert group_axes(Group("0", tuple(range(32))), 0, layout) == "all"
-    assert group_axes(Group("5", (0, 5, 9)), 0, layout) == "0, 5, 9"
+        assert group_axes(Group("1", tuple(layout.group(axes, 0))), layout) == axes
+    assert group_axes(Group("0", tuple(range(32))), layout) == "all"
+    assert group_axes(Group("5", (0, 5, 9)), layout) == "0, 5, 9"

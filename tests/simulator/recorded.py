@@ -45,7 +45,7 @@ class RecordedSteps:
         """The run, as the command makes it."""
         file = self.folder / "config.json"
         words = ["--model", str(file), "--max_length", str(LENGTH), *self.words.split()]
-        cfg = as_on_gpus(load_config("sft", words, environ={}))
+        cfg, _ = as_on_gpus(load_config("sft", words, environ={}))
         return SimulatedRun(
             cfg, family_of(self.config).spec(self.config), Layout.from_config(cfg.parallel, self.world), STEPS
         )
