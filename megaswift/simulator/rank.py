@@ -177,6 +177,7 @@ def simulate(run: SimulatedRun, ranks: Sequence[int], tell: Callable[[str], None
         with MetaDevice() as memory:
             record_steps(run, current.trace, memory)
         gc.collect()
+        os.environ["RANK"] = "0"  # messages are the first rank's
         tell(f"rank {rank}: {len(current.trace.calls)} calls, {time.perf_counter() - began:.1f} s")
     return traces
 

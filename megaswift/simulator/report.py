@@ -13,11 +13,12 @@ from typing import Any
 
 from megaswift.base.atomic_writes import atomic_file, write_atomically
 from megaswift.base.byte_size import bytes_text
+from megaswift.log import count_text
 from megaswift.parallel.layout import GRIDS, Layout
 from megaswift.planner.machine import LINK, NETWORK
 from megaswift.run.report.loss_png import GRID, INK
 from megaswift.simulator.agreement import Disagreement, compared_calls, disagreements
-from megaswift.simulator.calls import START, Call, Form, Group, Pass, Trace
+from megaswift.simulator.calls import Call, Form, Group, Pass, Trace
 from megaswift.simulator.rank import SimulatedRun, representatives
 from megaswift.simulator.timeline import Timeline, timeline
 from megaswift.simulator.traffic import bytes_by_link
@@ -104,9 +105,13 @@ class Simulation:
 
     def _agreement(self) -> str:
         if self.found:
-            return f"{len(self.found)} disagreements between ranks:\n" + "\n".join(map(str, self.found))
+            return f"{count_text(len(self.found), 'place')} where ranks do not fit together:\n" + "\n".join(
+                map(str, self.found)
+            )
         both, alone = compared_calls(self.traces)
-        rest = f"; {alone} have no other simulated rank in their group" if alone else ""
+        complete = self.traces.keys() >= set(representatives(self.layout))
+        why = "are among ranks of one class" if complete else "have no other simulated rank in their group"
+        rest = f"; {alone} {why}" if alone else ""
         return f"agreement: {both} calls fit those of the other ranks in order, operation, shape and line{rest}"
 
     def _collectives(self) -> str:
@@ -228,13 +233,21 @@ class Simulation:
         stages = self.layout.pp
         figure = Figure(figsize=(14, 3.2 + 0.34 * stages), dpi=120, layout="constrained")
         top, bottom = figure.subplots(2, 1, height_ratios=(0.34 * stages + 0.8, 2.4))
-        if self.pipeline is not None:
-            draw_pipeline(top, self.pipeline, self.unit)
+        shown = self.pipeline
+        if shown is not None:
+            draw_pipeline(top, shown, self.unit)
         for rank in self._shown():
-            entries = [e for e in self.traces[rank].memory if e[0] != START]
-            bottom.plot([e[2] / 2**30 for e in entries], linewidth=1, label=f"stage {self.layout.coordinates(rank).pp}")
-        bottom.set_ylabel("GiB, peak", color=INK, fontsize=9)
-        bottom.set_xlabel("passes of the steps, in the order of each stage", color=INK, fontsize=9)
+            stage = self.layout.coordinates(rank).pp
+            peaks = [most / 2**30 for _, _, most in self.traces[rank].memory]
+            if shown is None:
+                bottom.plot(peaks, linewidth=1, label=f"stage {stage}")
+            else:
+                ends = sorted(slot.end for slot in shown.slots if slot.stage == stage)
+                bottom.plot(ends, peaks[-len(ends) - 1 : -1], linewidth=1, label=f"stage {stage}")
+                bottom.set_xlim(0, shown.end)
+        bottom.set_ylabel("GiB of live tensors, most in a pass", color=INK, fontsize=9)
+        bottom.set_xlabel("passes" if shown is None else "the same time", color=INK, fontsize=9)
+        bottom.tick_params(colors=INK, labelsize=8, length=0)
         bottom.grid(color=GRID, linewidth=0.7)
         bottom.legend(fontsize=7, ncols=8, frameon=False)
         figure.suptitle(self._head().splitlines()[0], fontsize=10, color=INK)

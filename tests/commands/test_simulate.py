@@ -16,11 +16,30 @@ from megaswift.simulator.calls import Group
 from megaswift.simulator.report import group_axes
 from tests.memory.counted_ranks import CONFIG
 from tests.parity.pool import shared
+from tests.simulator import planted
 
 
 def simulate(_: int, __: int, words: list[str]) -> int:
     """In a process of its own."""
     return main(["simulate", *words])
+
+
+def simulate_faulty(_: int, __: int, words: list[str]) -> int:
+    """The same, where a rank reduces a row more."""
+    planted.shape()
+    return main(["simulate", *words])
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_ranks_that_do_not_fit_together(tmp_path: Path) -> None:
+    """Exit code 1."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    words = [str(tmp_path / "config.json"), "--world", "2", "--tp", "2", "--max_length", "64", "--steps", "1"]
+    assert shared("").run(f"{__name__}:simulate_faulty", words, 1) == [1]
+    text = shared("").logged(f"{__name__}:simulate_faulty", words, 1)
+    assert "1 place where ranks do not fit together" in text and text.count("tests/simulator/planted.py:") == 2
+    assert "float32[4]" in text and "float32[5]" in text
 
 
 @pytest.mark.process

@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from megaswift.memory.estimate import TrainedModel
+from megaswift.memory.microbatch_setup import TORCH, ComputeKernels
 from megaswift.parallel.layout import Layout
+from megaswift.parallel.pipeline_split import PipelineSplit
+from megaswift.run.checks.fit import micro_batch_options
 from megaswift.simulator.calls import Call, Trace
 from megaswift.simulator.meta import META, MetaDevice, even_counts
 from megaswift.simulator.rank import representative, representatives
+from megaswift.simulator.report import group_axes
 from tests.memory.counted_ranks import CONFIG
 from tests.simulator.recorded import EIGHT, RecordedSteps
 
@@ -72,7 +77,7 @@ def test_a_simulated_rank_does_what_a_real_one_does(
 
 
 def alike(trace: Trace, layout: Layout) -> list[Any]:
-    """The calls of a rank without the numbers of ranks: groups by their members' places beside its own."""
+    """The calls of a rank without the numbers of ranks: groups by their axes, other ends by their place beside it."""
     place = layout.coordinates(trace.rank)
 
     def away(rank: int) -> tuple[int, ...]:
@@ -80,8 +85,9 @@ def alike(trace: Trace, layout: Layout) -> list[Any]:
         return other.tp, other.cp, (other.dp - place.dp) % layout.dp, other.pp
 
     def plain(call: Call) -> Any:
+        assert trace.rank in call.group.ranks
         peer = None if call.peer is None else away(call.peer)
-        return call._replace(group=tuple(sorted(map(away, call.group.ranks))), peer=peer)  # type: ignore[arg-type]
+        return call._replace(group=group_axes(call.group, layout), peer=peer)  # type: ignore[arg-type]
 
     return list(map(plain, trace.calls))
 
@@ -93,13 +99,14 @@ def alike(trace: Trace, layout: Layout) -> list[Any]:
         case(CONFIG, "--tp 2 --pp 2", 8, SLOW),
         case(CONFIG, "--tp 2 --pp 2 --cp 2", 16, SLOW),
         case(CONFIG, "--pp 2 --vpp 2", 8, SLOW),
-        case(EIGHT, "--tp 2 --pp 2", 16, SLOW),
+        case(EIGHT, "--tp 2 --pp 2 --ep 4", 16, SLOW),
+        case(EIGHT, "--pp 2 --ep 4 --etp 2", 16, SLOW),
     ],
 )
 def test_ranks_that_differ_in_their_data_alone_do_the_same(
     config: dict[str, Any], words: str, world: int, tmp_path: Path
 ) -> None:
-    """Each rank as the representative of its class, whose groups lie `dp` ranks away."""
+    """Each rank as the representative of its class, over groups of the same axes."""
     job = RecordedSteps(config, words, world, tmp_path, tuple(range(world)))
     layout = job.run().layout
     traces = job.simulated()
@@ -107,6 +114,34 @@ def test_ranks_that_differ_in_their_data_alone_do_the_same(
     assert len(known) == world // layout.dp < world
     for rank, trace in traces.items():
         assert alike(trace, layout) == known[representative(layout, rank)], rank
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "words", "world"),
+    [
+        case(CONFIG, "", 2),
+        case(CONFIG, "--tp 2 --pp 2", 4),
+        case(CONFIG, "--pp 2 --vpp 2", 2),
+        case(EIGHT, "--tp 2 --ep 2", 4),
+    ],
+)
+def test_live_memory_is_that_of_the_formulas(config: dict[str, Any], words: str, world: int, tmp_path: Path) -> None:
+    """Weights, gradients and optimizer to the byte, but for the frequencies of rotary embeddings; at the peak 3% more
+    at most. The formulas are compared with counted bytes in tests/memory."""
+    job = RecordedSteps(config, f"{words} --max_length 512", world, tmp_path)
+    run, kernels = job.run(), ComputeKernels(TORCH, TORCH, "bfloat16", cuda=True)
+    split = PipelineSplit.from_config(run.cfg.parallel)
+    parameters = TrainedModel.of(run.cfg.model, run.cfg.lora, run.spec, kernels).on(run.layout, split)
+    estimate = parameters.estimate(micro_batch_options(run.cfg, 1, run.passes))
+    first = next(r for r in representatives(run.layout) if run.layout.coordinates(r).pp == estimate.stage)
+    trace = job.simulated()[first]
+    held = estimate.total - estimate.activations.total
+    frequencies = 4 * CONFIG["head_dim"] // 2
+    assert trace.memory[0][1] == held + frequencies
+    peak = max(most for _, _, most in trace.memory)
+    assert estimate.total <= peak <= 1.03 * estimate.total
 
 
 def test_classes_of_ranks() -> None:
