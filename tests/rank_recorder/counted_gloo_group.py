@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,6 +35,14 @@ class CountedGlooGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
         """By a sum of everything, which any release of gloo has."""
         self.record.add("reduce_scatter", self.place, source, output, detail=reduction(opts))
+        return self._scatter_sum(output, source, opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
+        """The same of parts of one size."""
+        self.record.add("reduce_scatter", self.place, inputs, outputs, detail=reduction(opts))
+        return self._scatter_sum(outputs[0], torch.stack(inputs[0]), opts)
+
+    def _scatter_sum(self, output: Tensor, source: Tensor, opts: Any) -> dist.Work:
         summed, how = source.clone(), dist.AllreduceOptions()
         how.reduceOp = dist.ReduceOp.SUM
         work = self.gloo.allreduce([summed], how)
