@@ -18,6 +18,7 @@ from megaswift.memory.microbatch_setup import TORCH, ComputeKernels
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
 from megaswift.run.checks.fit import micro_batch_options
+from megaswift.simulator.agreement import compared_calls, disagreements
 from megaswift.simulator.calls import Call, Trace
 from megaswift.simulator.meta import META, MetaDevice, even_counts
 from megaswift.simulator.rank import representative, representatives
@@ -65,7 +66,7 @@ def case(config: dict[str, Any], words: str, world: int, *marks: Any) -> Any:
 def test_a_simulated_rank_does_what_a_real_one_does(
     config: dict[str, Any], words: str, world: int, tmp_path: Path
 ) -> None:
-    """All ranks, two steps."""
+    """All ranks, two steps; they fit together."""
     job = RecordedSteps(config, words, world, tmp_path, tuple(range(world)))
     real, simulated = job.real(), job.simulated()
     for rank in range(world):
@@ -74,6 +75,7 @@ def test_a_simulated_rank_does_what_a_real_one_does(
             assert call == other, f"call {number} of rank {rank}"
         assert own.passes == theirs.passes and own.passes
         assert sum(call.step == 2 for call in own.calls) > 2
+    assert disagreements(simulated) == [] and compared_calls(simulated)[1] == 0
 
 
 def alike(trace: Trace, layout: Layout) -> list[Any]:
