@@ -38,6 +38,8 @@ COMMANDS = {
     "8b": "Qwen/Qwen3-8B --gpus 8 --gpu h100 --task sft --max_length 4096",
     "dpo": "Qwen/Qwen3-8B --gpus 8 --gpu h100 --task dpo --max_length 4096 --top 5",
     "fsdp2": "meta-llama/Llama-3.1-8B --gpus 8 --gpu h100 --engine fsdp2 --max_length 4096",
+    "grpo": "Qwen/Qwen3-8B --gpus 16 --gpu h100 --task grpo --reward_funcs length --rollout_sleep true "
+    "--max_length 4096 --top 5",
     "235b": "Qwen/Qwen3-235B-A22B --gpus 256 --gpu h100 --task pt --max_length 4096 --global_batch_size 2048 "
     "--storage_gbps 800 --top 5",
 }

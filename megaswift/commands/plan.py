@@ -77,7 +77,7 @@ def _parser() -> UserErrorArgumentParser:
     parser = UserErrorArgumentParser(prog="megaswift plan", description=USAGE, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", metavar="MODEL|run.yaml", nargs="?", help="a model, or a run's configuration")
-    parser.add_argument("--task", metavar="TASK", help="sft, pt, dpo, rm, ... (default: the file's, else sft)")
+    parser.add_argument("--task", metavar="TASK", help="sft, pt, dpo, rm, grpo, ... (default: the file's, else sft)")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all")
     parser.add_argument("--gpu", metavar="NAME", help="h100, h200, b200, ...: a row of the table of GPUs")
     parser.add_argument(

@@ -114,8 +114,8 @@ class PlanReport:
         return "\n".join(
             [
                 f"row {number}: {flags}",
-                f"memory of a GPU on stage {row.memory.stage + 1} of {row.layout.pp}, the fullest: "
-                f"{bytes_text(row.needed)}",
+                f"memory of a GPU on stage {row.memory.stage + 1} of {row.layout.pp}, the fullest"
+                f"{', while completions are written' if row.memory.sampling else ''}: {bytes_text(row.needed)}",
                 textwrap.indent(_table(memory), "  "),
                 f"a step: {total * 1e3:.0f} ms",
                 textwrap.indent(_table(time), "  "),
@@ -234,6 +234,8 @@ def memory_parts(row: Row) -> dict[str, int]:
         "vocabulary head": activations.head,
         "working memory": activations.working,
         "batches": activations.batches,
+        "critic": memory.critic.device,
+        "sampler": memory.sampler,
         "communicators": row.communicators,
     }
 

@@ -6,17 +6,19 @@ Owns what the parts add up to, which runs the formulas cover, and what of a devi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.memory.activation_bytes import ActivationBytes, activation_bytes
 from megaswift.memory.microbatch_setup import TORCH, ComputeKernels, MicrobatchSetup
 from megaswift.memory.rank_parameters import ParametersByPlace, RankParameters, TrainedParts, parameters_by_place
+from megaswift.memory.rollout_bytes import Rollout, sampler_bytes
 from megaswift.memory.state_bytes import HeldBytes, held_bytes
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.family import family_of
 from megaswift.models.grouped_experts import groups_experts
+from megaswift.models.heads import with_scalar_head
 from megaswift.models.options.model import ModelConfig
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
@@ -37,11 +39,17 @@ class MemoryEstimate:
     stage: int
     held: HeldBytes
     activations: ActivationBytes
+    critic: HeldBytes = HeldBytes()
+    """Of a second model that trains on the same rows."""
+    sampler: int = 0
+    """Of a sampler in the same process."""
+    sampling: bool = False
+    """Whether the peak is while completions are written, not in a pass."""
 
     @property
     def total(self) -> int:
-        """At the peak of a step, in a pass."""
-        return self.held.device + self.activations.total
+        """At the peak of a step."""
+        return self.held.device + self.activations.total + self.critic.device + self.sampler
 
 
 @dataclass(frozen=True)
@@ -54,11 +62,19 @@ class TrainedModel:
     parts: TrainedParts
     places: dict[tuple[object, ...], ParametersByPlace] = field(default_factory=dict)
     """Counted parameters by what they depend on of a layout."""
+    critic: TrainedModel | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, lora: LoraConfig, spec: ModelSpec, kernels: ComputeKernels) -> TrainedModel:
         """The model that these options train."""
         return cls(model, spec, kernels, TrainedParts.of(model, lora, family_of(spec.hf_config), spec))
+
+    @classmethod
+    def with_critic(
+        cls, model: ModelConfig, lora: LoraConfig, spec: ModelSpec, kernels: ComputeKernels
+    ) -> TrainedModel:
+        """The same with a critic, a model of the same layers with a scalar head."""
+        return replace(cls.of(model, lora, spec, kernels), critic=cls.of(model, lora, with_scalar_head(spec), kernels))
 
     def on(self, layout: Layout, split: PipelineSplit) -> RunParameters:
         """Its parameters on the ranks of a layout."""
@@ -68,7 +84,8 @@ class TrainedModel:
         if key not in self.places:
             self.places[key] = parameters_by_place(self.spec, self.parts, layout, grouped)
         stages = model_chunks_by_stage(self.spec.num_layers, layout, split)
-        return RunParameters(self.spec, layout, self.kernels, self.parts, stages, self.places[key])
+        critic = None if self.critic is None else self.critic.on(layout, split)
+        return RunParameters(self.spec, layout, self.kernels, self.parts, stages, self.places[key], critic)
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,7 @@ class RunParameters:
     parts: TrainedParts
     stages: list[list[ModelChunk]]
     places: ParametersByPlace
+    critic: RunParameters | None = None
     _of_stage: dict[int, list[RankParameters]] = field(default_factory=dict, repr=False, compare=False)
     _held: dict[object, HeldBytes] = field(default_factory=dict, repr=False, compare=False)
     _activations: dict[object, ActivationBytes] = field(default_factory=dict, repr=False, compare=False)
@@ -106,7 +124,43 @@ class RunParameters:
     def estimate(self, options: StepOptions) -> MemoryEstimate:
         """Under these options, of which those of the model differ from the run's in recomputation only."""
         estimates = (MemoryEstimate(i, self._held_by(i, options), self._kept_by(i, options)) for i in self._fullest)
+        if options.objective.rollout is not None:
+            estimates = (phase for estimate in estimates for phase in self._phases(estimate, options))
         return max(estimates, key=lambda estimate: estimate.total)
+
+    def _phases(self, training: MemoryEstimate, options: StepOptions) -> Iterator[MemoryEstimate]:
+        """Yields the estimates of training with critic and sampler, and of writing completions."""
+        rollout = options.objective.rollout
+        assert rollout is not None
+        critic = HeldBytes()
+        if self.critic is not None:
+            without = replace(options, objective=replace(options.objective, reference=""))
+            critic = self.critic._held_by(training.stage, without)
+        sampler = sampler_bytes(
+            rollout, self.spec, self.whole_weights, options.max_length, options.device_memory, self.kernels.width
+        )
+        yield replace(training, critic=critic, sampler=sampler.training)
+        held, other = (_while_sampling(one, rollout) for one in (training.held, critic))
+        nothing = ActivationBytes(0, 0, 0, 0, 0)
+        yield MemoryEstimate(training.stage, held, nothing, other, sampler.sampling, sampling=True)
+        if rollout.without_model:  # which leaves when the sampler has its weights
+            full = replace(held, weights=training.held.weights, fp8_copies=training.held.fp8_copies)
+            yield MemoryEstimate(training.stage, full, nothing, other, sampler.transfer, sampling=True)
+
+    @cached_property
+    def whole_elements(self) -> tuple[int, int]:
+        """Elements of the whole model without adapters: of experts, and of all else."""
+        layout = Layout(1)
+        places = parameters_by_place(self.spec, self.parts, layout, grouped_experts=False)
+        [[chunk]] = model_chunks_by_stage(self.spec.num_layers, layout, PipelineSplit())
+        held = [(p, n * p.elements) for p, n in places.of_chunk(chunk).items() if not p.adapter]
+        experts = sum(elements for p, elements in held if p.expert)
+        return experts, sum(elements for _, elements in held) - experts
+
+    @property
+    def whole_weights(self) -> int:
+        """Bytes of the whole model, in the precision of the products."""
+        return self.kernels.width * sum(self.whole_elements)
 
     @property
     def _fullest(self) -> Collection[int]:
@@ -129,6 +183,13 @@ class RunParameters:
             setup = MicrobatchSetup(options, self.spec, self.layout, self.kernels, self.parts)
             self._activations[key] = activation_bytes(setup, stage, self.stages[stage], options.passes)
         return self._activations[key]
+
+
+def _while_sampling(held: HeldBytes, rollout: Rollout) -> HeldBytes:
+    """What stays on the device of a model while completions are written."""
+    if rollout.without_optimizer:
+        held = replace(held, gradients=0, main_weights=0, moments=0)
+    return replace(held, weights=0, fp8_copies=0) if rollout.without_model else held
 
 
 def communicator_bytes(layout: Layout) -> int:

@@ -27,5 +27,7 @@ class StepOptions:
     shares_rows: bool = False
     """Whether the documents of a micro-batch lie in one row."""
     objective: Objective = field(default_factory=Objective)
+    device_memory: int = 0
+    """Bytes of a GPU, of which vLLM takes a share."""
     expert_imbalance: float = 1.0
     """Tokens of the fullest expert-parallel rank over those of an even choice of experts."""

@@ -66,7 +66,9 @@ ALIGNMENT = PREFERENCES + DISTILLATION + RL
 """Tasks that `rlhf_type` may name."""
 DATASETS = (*LANGUAGE, *TASK_TYPES, *DISTILLATION, *PREFERENCES)
 """Tasks that train on the rows of a data set themselves."""
-PLANNED = (*LANGUAGE, *PREFERENCES, *CLASSIFIERS)
+FITTED = (*LANGUAGE, *PREFERENCES, *CLASSIFIERS)
+"""Tasks whose settings and layout can be chosen before a run (`--fit`, `--layout auto`)."""
+PLANNED = (*FITTED, *RL)
 """Tasks whose memory and time are known before a run (`megaswift plan`)."""
 CHATS = (*SFT, "seq_cls", *ALIGNMENT)
 """Tasks of conversations."""

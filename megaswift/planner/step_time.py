@@ -16,13 +16,14 @@ from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
 from megaswift.memory.activation_bytes import recomputed_modules
 from megaswift.memory.estimate import RunParameters
 from megaswift.memory.microbatch_setup import MicrobatchSetup
-from megaswift.memory.objective import DEVICE, HOST
+from megaswift.memory.objective import DEVICE, HOST, Objective
 from megaswift.memory.rank_parameters import RankParameters
 from megaswift.memory.state_bytes import state_bytes_per_element
 from megaswift.memory.step_options import StepOptions
 from megaswift.parallel.pipeline_split import ModelChunk
 from megaswift.planner.layer_time import LayerTime, Seconds, head_time, layer_time
 from megaswift.planner.machine import GIGA, Machine
+from megaswift.planner.rollout_time import generation_seconds
 
 COMMUNICATING = ("tp", "cp", "ep", "etp", "dp", "pp")
 MESSAGE = 30e-6
@@ -48,12 +49,16 @@ class StepTime:
     """Forward passes before the step, and the exchange of the model's weights with the reference's."""
     links: Mapping[str, str]
     """Axis -> the links that its groups cross."""
+    generation: float = 0.0
+    """Completions that are written before the step."""
+    critic: float = 0.0
+    """Values of the critic, and its own step."""
 
     @property
     def total(self) -> float:
         """All of it."""
         rest = self.recomputation + self.pipeline + self.bubble + self.data_parallel + self.optimizer
-        return self.passes.total + rest + self.scoring
+        return self.passes.total + rest + self.scoring + self.generation + self.critic
 
     def parts(self) -> dict[str, float]:
         """Seconds by the name of a part."""
@@ -71,6 +76,8 @@ class StepTime:
             "data parallel": self.data_parallel,
             "optimizer": self.optimizer,
             "scoring passes": self.scoring,
+            "generation": self.generation,
+            "critic": self.critic,
         }
 
 
@@ -114,6 +121,7 @@ class RunTime:
         self.run = run
         self._stages: dict[tuple[Any, ...], _Pipeline] = {}
         self._updates: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+        self._critic = None if run.critic is None else TimeModel(model.machine).on(run.critic)
         self._largest = max(_elements(run.of_stage(stage)) for stage in run.stages_by_kind)
         self._trained = [_trained_elements(run.of_stage(stage)) for stage in run.stages_by_kind]
         axes = [axis for axis in COMMUNICATING if run.layout.size(axis) > 1]
@@ -136,7 +144,17 @@ class RunTime:
             optimizer,
             self._scoring(options, stages),
             self._links,
+            generation_seconds(self.run, options, self.model.machine),
+            self._critic_step(options),
         )
+
+    def _critic_step(self, options: StepOptions) -> float:
+        """A pass of the critic over each generation, and its training."""
+        rollout = options.objective.rollout
+        if self._critic is None or rollout is None:
+            return 0.0
+        objective = Objective(forward_passes=1 / rollout.iterations)
+        return self._critic.step(replace(options, objective=objective)).total
 
     def _scoring(self, options: StepOptions, stages: _Pipeline) -> float:
         """Seconds of the forward passes before a step; the weights are exchanged with the reference's before and after

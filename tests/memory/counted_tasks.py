@@ -24,6 +24,7 @@ from megaswift.run.tasks import TASKS
 from megaswift.trainers.batch_fields import with_field
 from tests.memory.counted_ranks import CountedRun, Held, SavedBytes, _counters, full_rows
 from tests.parity.cases import parse
+from tests.parity.measure import build
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,23 @@ def count_task(rank: int, world: int, run: TaskRun) -> CountedTask:
     context.close()
     assert count.forward is not None
     return CountedTask(held, reference, count.forward)
+
+
+def count_offloaded(rank: int, world: int, job: tuple[TaskRun, frozenset[str]]) -> Held:
+    """Bytes that stay on the device while a policy that has taken a step lends it to a sampler (on the ranks)."""
+    from megaswift.losses.sft import CrossEntropy
+
+    run, parts = job
+    case = parse(run.text)
+    engine, context = build(case, run.folder, world, **run.options)
+    batch = full_rows(2, 64, packed=False)
+    assert not engine.train_batch([batch] * (case.total // case.dp), CrossEntropy(), 1e-3).skipped
+    engine.offload(parts)
+    held = _held(engine)
+    engine.onload()
+    torch.distributed.barrier()
+    context.close()
+    return held
 
 
 def count_task_peaks(rank: int, world: int, task: tuple[TaskRun, int]) -> CountedTask:

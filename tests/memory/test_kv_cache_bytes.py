@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from megaswift.memory.rollout_bytes import kv_cache_bytes_per_token, recurrent_state_bytes
 from megaswift.models.any_model import spec_from_family_or_size_fields
 from megaswift.models.family import family_of
-from megaswift.trainers.rl.sampler import kv_cache_bytes_per_token, recurrent_state_bytes
 from tests.memory.test_fit import QWEN3_8B
 from tests.parity.models import build, config
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import at_least, option
-from megaswift.options.tasks import DATASETS, EVERY_TASK, PLANNED, SUPERVISED
+from megaswift.options.tasks import DATASETS, EVERY_TASK, FITTED, SUPERVISED
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ParallelConfig:
         "given",
         "auto: chosen by the search of megaswift plan (docs/plan.md)",
         choices=("given", "auto"),
-        tasks=PLANNED,
+        tasks=FITTED,
         only_with={"engine": ("megatron", "auto")},
         neutral=("given",),
     )
@@ -82,7 +82,7 @@ class ParallelConfig:
         None,
         "GPU that layout auto is chosen for, such as h100; default: this machine's",
         metavar="NAME",
-        tasks=PLANNED,
+        tasks=FITTED,
         only_with={"layout": "auto"},
         neutral=(None,),
     )

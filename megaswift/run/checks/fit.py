@@ -21,7 +21,7 @@ from megaswift.memory.estimate import (
 from megaswift.memory.objective import objective_of
 from megaswift.memory.step_options import StepOptions
 from megaswift.models.spec import ModelSpec
-from megaswift.options.tasks import PLANNED
+from megaswift.options.tasks import FITTED
 from megaswift.options.values import option_value_text
 from megaswift.parallel.hardware import gpu_of_device, planned_gpu
 from megaswift.parallel.layout import Layout
@@ -110,7 +110,7 @@ def fit_advice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
     change nothing, or does not apply."""
     from megaswift.run.engines import native_kernels
 
-    if cfg.train.fit or cfg.task not in PLANNED or requested_engine(cfg) != NATIVE or not _cuda():
+    if cfg.train.fit or cfg.task not in FITTED or requested_engine(cfg) != NATIVE or not _cuda():
         return ""
     kernels = native_kernels(cfg, spec, layout)
     if any(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):

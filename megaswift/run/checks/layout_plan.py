@@ -6,6 +6,7 @@ torch is imported only to look at a device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,10 @@ from megaswift.errors import ConfigError, Problem
 from megaswift.folders.source import locate_model
 from megaswift.memory.estimate import TrainedModel, uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
+from megaswift.memory.rollout_bytes import VLLM
 from megaswift.memory.torch_estimate import KINDS, uncovered_torch_runs
 from megaswift.models.spec import ModelSpec
-from megaswift.options.tasks import PLANNED
+from megaswift.options.tasks import PLANNED, RL
 from megaswift.options.values import option_value_text
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.hardware import Gpu, planned_gpu
@@ -30,6 +32,7 @@ from megaswift.planner.search import AXES, SPLIT, Plan, Question, Row, search
 from megaswift.run.checks.fit import estimate_text, micro_batch_options, settings_left_open
 from megaswift.run.checks.model_spec import model_spec_for_task
 from megaswift.trainers.options.batch_sizes import batch_plan
+from megaswift.trainers.rl.options.derived import generations_per_prompt_of
 
 IMBALANCE = 1.25
 """Of experts. An assumption, not measured here."""
@@ -67,6 +70,9 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     if engine not in (NATIVE, AUTO):
         rule = f"plans are for the engines megatron, {', '.join(KINDS)}"
         problems.append(Problem(f"--engine {engine}", rule, "--engine megatron, or leave it out"))
+    if cfg.task in RL and cfg.rollout.async_generation:
+        rule = "plans are for generation and training in turn"
+        problems.append(Problem("--async_generation true", rule, "leave it out"))
     if uncovered := list(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "plan with a similar model, or without the option"))
@@ -81,7 +87,8 @@ def global_batch_rows(cfg: SwiftConfig, gpus: int) -> tuple[int, bool]:
     request = LayoutRequest.of(cfg.parallel, gpus, cfg.data.max_length, cfg.train)
     if set(BATCH_OPTIONS) & cfg.given and request.known_dp is not None:
         return batch_plan(cfg.train, request.known_dp).global_batch_size, True
-    return ROWS_PER_GPU * gpus, False
+    whole = generations_per_prompt_of(cfg) if cfg.task in RL else 1  # groups of completions
+    return math.lcm(ROWS_PER_GPU * gpus, whole), False
 
 
 def planning_question(
@@ -102,19 +109,27 @@ def planning_question(
         imbalance: Tokens of the fullest expert-parallel rank over those of an even choice.
         engines: Engines that are compared.
     """
+    cfg = with_planned_sampler(cfg)
     kernels = planned_kernels(cfg, spec)
+    options = micro_batch_options(cfg, cfg.train.per_device_train_batch_size, 1)
+    make = TrainedModel.with_critic if options.objective.critic else TrainedModel.of
     return Question(
-        TrainedModel.of(cfg.model, cfg.lora, spec, kernels),
+        make(cfg.model, cfg.lora, spec, kernels),
         machine,
         gpus,
         usable_bytes(machine.memory, kernels.cuda),
-        replace(micro_batch_options(cfg, cfg.train.per_device_train_batch_size, 1), expert_imbalance=imbalance),
+        replace(options, expert_imbalance=imbalance, device_memory=machine.memory),
         global_batch_rows(cfg, gpus)[0],
         LayoutRequest.of(cfg.parallel, gpus, cfg.data.max_length, cfg.train),
         fixed,
         left_open,
         engines,
     )
+
+
+def with_planned_sampler(cfg: SwiftConfig) -> SwiftConfig:
+    """Return the run with vLLM in its processes where no option names the sampler, as on GPUs that have it."""
+    return cfg.replace(rollout_backend=VLLM) if cfg.task in RL and "rollout_backend" not in cfg.given else cfg
 
 
 def engines_to_compare(cfg: SwiftConfig, spec: ModelSpec) -> tuple[str, ...]:
@@ -166,7 +181,9 @@ def options_of_row(cfg: SwiftConfig, row: Row) -> dict[str, Any]:
     """Return the options of a row as they are written: without those that are empty, and with the engine and the
     precision that a plan takes for granted."""
     taken = {"engine": row.engine, **({"torch_dtype": "bfloat16"} if cfg.model.torch_dtype == "auto" else {})}
-    return {**{name: value for name, value in row.options().items() if value != ()}, **taken}
+    sampled = cfg.task in RL and "rollout_backend" not in cfg.given
+    sampler = {"rollout_backend": VLLM} if sampled else {}
+    return {**{name: value for name, value in row.options().items() if value != ()}, **taken, **sampler}
 
 
 def row_text(row: Row, usable: int) -> str:

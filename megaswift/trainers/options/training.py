@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaswift.options.option import LARGEST_SEED, but_not, one_of, option
-from megaswift.options.tasks import EVERY_TASK, LANGUAGE, PLANNED
+from megaswift.options.tasks import EVERY_TASK, FITTED, LANGUAGE
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class TrainConfig:
     fit: bool = option(
         False,
         "Choose recomputation, micro-batch and optimizer settings that fit the device",
-        tasks=PLANNED,
+        tasks=FITTED,
     )
     device_memory: str | None = option(
         None,
         "Memory of a device for fit; default: the GPU's",
         metavar="SIZE",
-        tasks=PLANNED,
+        tasks=FITTED,
         only_with={"fit": True},
         neutral=(None,),
     )

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from megaswift.memory.rollout_bytes import CACHE_PARTS, LARGE_GPU, MOST, completion_bytes
 from megaswift.models.spec import ModelSpec
 from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.rollout.sampler import SamplingParams
@@ -23,15 +24,9 @@ or none."""
 SYNC = "sync"
 """Within the output directory: new weights for servers."""
 
-LARGE_GPU = 70 * 2**30
-"""Bytes from which vLLM has room for more completions at a time."""
 ON_CPU = 64
 """Completions at a time of our own decode loop on a CPU."""
-MOST = 256
-"""Maximum completions at a time of our own decode loop."""
-CACHE_PARTS = 10
-"""The decode loop's cache may take one of so many parts of a GPU's whole memory, so that the number of completions is
-the same on every rank and in every run."""
+
 ROUNDS = 2
 """Copies of the weights that may lie in the sync folder: the last one, and the one that is written."""
 
@@ -100,7 +95,7 @@ def rollout_batch_size(options: RolloutConfig, max_length: int, dtype: str | Non
     if backend != "transformers":
         return 512 if memory >= LARGE_GPU else 256
     width = 4 if "float32" in (dtype or spec.dtype) else 2
-    completion = kv_cache_bytes_per_token(spec, width) * max_length + recurrent_state_bytes(spec, width)
+    completion = completion_bytes(spec, max_length, width)
     return min(MOST, max(1, memory // CACHE_PARTS // completion)) if in_process else ON_CPU
 
 
@@ -113,21 +108,3 @@ def seeds_requests(backend: str, asked: bool | None, cuda: bool) -> bool:
 def samples_on_every_rank(backend: str) -> bool:
     """Return whether every rank has a sampler."""
     return backend in EVERYWHERE
-
-
-def kv_cache_bytes_per_token(spec: ModelSpec, width: int) -> int:
-    """Returns the bytes of one token in all attention layers, with `width` bytes per element. Layers under a window
-    count as whole ones: the decode loop allocates their columns too. Latent attention is cached compressed, as by
-    transformers since 5.17."""
-    elements = spec.latent_width if "kv_lora_rank" in spec.transformer else 2 * spec.kv_width
-    return (spec.num_layers - spec.linear_layer_count) * elements * width
-
-
-def recurrent_state_bytes(spec: ModelSpec, width: int) -> int:
-    """Returns the bytes that gated delta nets keep of a sequence, however long it is: a state in float32 and the last
-    inputs of the convolution in all layers."""
-    linear = spec.linear_layer_count
-    if not linear:
-        return 0
-    channels = 2 * spec.linear_groups * spec.linear_key_width + spec.linear_values
-    return linear * (4 * spec.linear_values * spec.linear_key_width + channels * spec.linear_taps * width)
