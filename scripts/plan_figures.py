@@ -159,7 +159,10 @@ def output(words: str) -> str:
     with redirect_stdout(text):
         code = megaswift(["plan", *words.split()])
     assert code == 0, words
-    lines = [line if len(line) < 160 else line[:157] + "..." for line in text.getvalue().rstrip().splitlines()]
+    lines = [
+        line if len(line) < 160 else line[:156].rpartition(" ")[0] + " ..."
+        for line in text.getvalue().rstrip().splitlines()
+    ]
     return "```text\n" + "\n".join(lines) + "\n```"
 
 
