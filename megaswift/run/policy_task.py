@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megaswift import distributed
 from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.data import build as data_sources
@@ -74,6 +76,7 @@ from megaswift.trainers.rl.options.derived import (
     whitens_advantages,
 )
 from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
+from megaswift.trainers.rl.record import RolloutReader, RolloutWriter
 from megaswift.trainers.rl.sampler import (
     rollout_batch_size,
     samples_on_every_rank,
@@ -113,10 +116,12 @@ class PolicyTask(Task):
             generation.steps,
         )
         vocabulary.check_dataset_token_ids([source.prompts.docs], tokenizer, plan.geometry().vocabulary)
-        if problems := missing_reward_column_problems(reward_functions_of(cfg), common_columns(source.prompts)):
+        functions = reward_functions_of(cfg) if cfg.rollout.replay_rollouts is None else []
+        if problems := missing_reward_column_problems(functions, common_columns(source.prompts)):
             raise DataError(problems)
         processor = reader if isinstance(reader, Processor) else None
         total = count_steps(cfg.train, source)
+        check_rollout_files(plan, total)
         return plan, TaskData(source, None, held_out or [], tokenizer, processor, total)
 
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
@@ -327,17 +332,19 @@ def rollout_dependencies(
         images = PromptImageReader(data.processor, media_kinds(prompts.prompts.docs.stores))
     packs = cfg.data.packing is not False and images is None
 
-    # The sampler, and the weights that it gets.
-    adapters_only = plan.adapts and syncs_adapters_only(cfg, plan.spec, plan.folder)
+    # The sampler, and the weights that it gets; none where the completions are read.
+    replays = cfg.rollout.replay_rollouts is not None
+    adapters_only = not replays and plan.adapts and syncs_adapters_only(cfg, plan.spec, plan.folder)
     offloaded = {"optimizer": cfg.rollout.offload_optimizer, "model": cfg.rollout.offload_model}
     offloaded_parts = frozenset(part for part, moves in offloaded.items() if moves)
+    rank = adapter_rank(cfg.lora) if adapters_only else 0
     generation = CompletionGenerator(
         engine,
         context.coordinates,
-        build_sampler_in_freed_memory(plan, engine, offloaded_parts, adapter_rank(cfg.lora) if adapters_only else 0),
+        None if replays else build_sampler_in_freed_memory(plan, engine, offloaded_parts, rank),
         sampling_params_of(cfg.rollout, tokenizer, plan.folder),
         cfg.train.seed,
-        build_multi_turn(cfg, tokenizer),
+        None if replays else build_multi_turn(cfg, tokenizer),
         SyncRounds(sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), plan.folder), "adapter")
         if adapters_only
         else None,
@@ -354,7 +361,7 @@ def rollout_dependencies(
         generation,
         settings.draws,
         advantage_estimator_entry_of(cfg).greedy_baseline,
-        cfg.rollout.async_generation,
+        cfg.rollout.async_generation and not replays,
         cfg.rollout.rollout_sleep,
         offloaded_parts,
         None if critic is None else critic.engine,
@@ -369,7 +376,7 @@ def rollout_dependencies(
     return RolloutDependencies(
         scheduler,
         RewardScorer(
-            reward_functions_of(cfg),
+            [] if replays else reward_functions_of(cfg),
             reward_weights_of(cfg.rewards),
             lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         ),
@@ -378,7 +385,35 @@ def rollout_dependencies(
         geometry,
         critic,
         teacher_scores(plan, collator, geometry),
+        *rollout_files(plan),
     )
+
+
+def rollout_files(plan: RunPlan) -> tuple[RolloutWriter | None, RolloutReader | None]:
+    """Return what saves and what reads generations, where the run does. Collective."""
+    rollout = plan.cfg.rollout
+    writer = reader = None
+    if rollout.save_rollouts is not None:
+        saved = Path(rollout.save_rollouts)
+        writer = distributed.run_on_rank0(lambda: RolloutWriter(saved, plan.resumed is not None))
+    if rollout.replay_rollouts is not None:
+        read = Path(rollout.replay_rollouts)
+        reader = distributed.run_on_rank0(lambda: RolloutReader(read))
+    return writer, reader
+
+
+def check_rollout_files(plan: RunPlan, total_steps: int) -> None:
+    """Check the folders that `rollout_files` names before the model is built. Collective.
+
+    Raises:
+        ConfigError: The folder is another run's, or too few generations are in it.
+        CheckpointError: A recorded generation is damaged.
+    """
+    _, reader = rollout_files(plan)
+    if reader is not None:
+        settings = rl_settings(plan.cfg, plan.layout.dp)
+        needed = math.ceil(total_steps / settings.steps)
+        distributed.run_on_rank0(lambda: reader.check(needed, settings.generation))
 
 
 def teacher_scores(plan: RunPlan, collator: RolloutCollator, geometry: LoaderGeometry) -> TeacherScores | None:

@@ -100,6 +100,12 @@ class RolloutConfig:
         aliases=("async_generate",),
         tasks=RL,
     )
+    save_rollouts: str | None = option(
+        None, "Folder for the tokens, rewards and seeds of every generation", tasks=RL, metavar="DIR"
+    )
+    replay_rollouts: str | None = option(
+        None, "Train on the generations of a folder of save_rollouts, without a sampler", tasks=RL, metavar="DIR"
+    )
     rollout_sleep: bool = option(
         False,
         "Free the sampler's memory during training",

@@ -192,7 +192,7 @@ def engine_size_problems(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]
 
 def missing_sampler_backend_problems(rollout: RolloutConfig) -> Iterator[Problem]:
     """Report what a backend lacks on this machine."""
-    if rollout.rollout_backend == TRANSFORMERS:
+    if rollout.rollout_backend == TRANSFORMERS or rollout.replay_rollouts is not None:
         return
     from megaswift.rollout.sampler import SamplerOptions, sampler_backend_problems  # brings torch
     from megaswift.rollout.vllm_package import is_cpu_build

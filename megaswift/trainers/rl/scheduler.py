@@ -75,6 +75,8 @@ class PendingDraw:
     prompts: list[Prompt]
     number: int
     """The number of the generation."""
+    version: int
+    """Optimizer steps that its weights have taken."""
     future: Future[list[Completion]] | None
     """This rank's share, under way."""
     completions: list[Completion] = field(default_factory=list)
@@ -115,14 +117,15 @@ class CompletionSamplingScheduler:
         with self.lend_device(timed, has_weights):
             return prompts, self.generation.write(prompts, number, self.greedy_every)
 
-    def begin(self, number: int, timed: Timed) -> None:
-        """Start to draw the next generation in the background, with the present weights. Collective."""
+    def begin(self, number: int, version: int, timed: Timed) -> None:
+        """Start to draw the next generation in the background, with the present weights, which have taken `version`
+        steps. Collective."""
         with timed("weight sync"):
             self.generation.synchronize()
         before = self.prompts.state_dict()
         prompts = self.take_prompts()
         share = self._thread.submit(self.generation.write_share, prompts, number, self.greedy_every)
-        self.ahead = PendingDraw(before, prompts, number, share)
+        self.ahead = PendingDraw(before, prompts, number, version, share)
 
     def settle(self) -> None:
         """Wait for the draw that is under way, if there is one. Collective."""
@@ -157,6 +160,7 @@ class CompletionSamplingScheduler:
         return {
             "before": self.ahead.before,
             "number": self.ahead.number,
+            "version": self.ahead.version,
             "completions": [asdict(c) for c in self.ahead.completions],
         }
 
@@ -167,9 +171,8 @@ class CompletionSamplingScheduler:
         if state:
             self.prompts.load_state_dict(state["before"])
             completions = [completion_from_dict(c) for c in state["completions"]]
-            self.ahead = PendingDraw(
-                dict(state["before"]), self.take_prompts(), int(state["number"]), None, completions
-            )
+            numbers = (int(state["number"]), int(state.get("version", 0)))
+            self.ahead = PendingDraw(dict(state["before"]), self.take_prompts(), *numbers, None, completions)
 
     def close(self) -> None:
         """Stop the background thread, after the draw that is under way."""

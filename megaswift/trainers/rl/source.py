@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from megaswift.data.prompts.collate import (
     gather_completion_values,
 )
 from megaswift.data.prompts.images import PromptImages
+from megaswift.data.prompts.source import Prompt
 from megaswift.engine.protocol import Engine
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs
@@ -31,8 +33,10 @@ from megaswift.losses.options.estimator_table import advantage_estimator_entry
 from megaswift.trainers.hook import StepExtras, timed
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.critic import CriticTrainer
+from megaswift.trainers.rl.generation import completion_seeds
 from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics
 from megaswift.trainers.rl.multi_turn import model_token_mask
+from megaswift.trainers.rl.record import Generation, RolloutReader, RolloutWriter, generation_of
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer, ScoredCompletion
 from megaswift.trainers.rl.settings import RlSettings
@@ -57,6 +61,10 @@ class RolloutDependencies:
     geometry: LoaderGeometry
     critic: CriticTrainer | None = None
     teacher: TeacherScores | None = None
+    record: RolloutWriter | None = None
+    """By which rank 0 saves generations."""
+    replay: RolloutReader | None = None
+    """By which rank 0 reads generations; the run then has no sampler."""
 
 
 class RolloutSource:
@@ -72,6 +80,8 @@ class RolloutSource:
         """Completions of the present generation, in the order of their numbers; the same on every rank."""
         self.steps_taken = settings.steps
         """Optimizer steps taken on the present generation."""
+        self.steps_begun = 0
+        """Optimizer steps of the run."""
         self.fresh: list[tuple[ScoredCompletion, np.ndarray]] = []
         """Completions that the last step was the first to use, each with the advantages of the tokens that the model
         wrote; none for a completion that is not trained on."""
@@ -96,6 +106,7 @@ class RolloutSource:
             self.generate()
         micros = self.own_microbatches(self.steps_taken % self.settings.slices)
         self.steps_taken += 1
+        self.steps_begun += 1
         if self.settings.top_entropy_quantile < 1.0:
             with self.timed("scoring"):
                 micros = self.with_high_entropy_tokens(micros)
@@ -133,7 +144,7 @@ class RolloutSource:
 
         # The next generation, in the background.
         if self.parts.scheduler.asynchronous:
-            self.parts.scheduler.begin(self.generations, self.timed)
+            self.parts.scheduler.begin(self.generations, self.steps_begun, self.timed)
 
         # Metrics, and the lines of completions.jsonl.
         self.metrics = rollout_statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
@@ -145,28 +156,50 @@ class RolloutSource:
 
     def sample(self) -> list[ScoredCompletion]:
         """Draw prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
-        it."""
+        it. A run that replays reads them."""
+        if self.parts.replay is not None:
+            return self.read(self.parts.replay)
         settings = self.settings
-        selected: list[ScoredCompletion] = []
-        spare: list[ScoredCompletion] = []
+        scheduler = self.parts.scheduler
+        number = self.generations
+        version = self.steps_begun if scheduler.ahead is None else scheduler.ahead.version
+        taken: list[Prompt] = []
+        seeds: list[int] = []
+        selected: list[tuple[int, ScoredCompletion]] = []
+        spare: list[tuple[int, ScoredCompletion]] = []
         for attempt in range(settings.tries):
-            prompts, completions = self.parts.scheduler.draw(self.generations, attempt > 0, self.timed)
+            prompts, completions = scheduler.draw(self.generations, attempt > 0, self.timed)
+            seeds += completion_seeds(settings.seed, self.generations, len(prompts))
             self.generations += 1
             with self.timed("rewards"):
                 rollouts = self.parts.scorer(
-                    prompts,
-                    completions,
-                    self.parts.scheduler.generation.scored_completions(len(prompts), settings.draws),
+                    prompts, completions, scheduler.generation.scored_completions(len(prompts), settings.draws)
                 )
             for start in range(0, len(rollouts), settings.draws):
                 group = split_off_greedy_baseline(rollouts[start : start + settings.draws], settings.group)
+                numbered = [*enumerate(group, len(taken) + start)]
                 if settings.tries == 1 or group_rewards_differ(group, settings.each_reward):
-                    selected += group
+                    selected += numbered
                 else:
-                    spare += group
+                    spare += numbered
+            taken += prompts
             if len(selected) >= settings.generation:
                 break
-        return (selected + spare)[: settings.generation]
+        places, found = zip(*(selected + spare)[: settings.generation], strict=True)
+        if self.parts.record is not None:
+            asked = tuple(taken[place].token_ids for place in places)
+            drawn = tuple(seeds[place] for place in places)
+            generation = Generation(number, self.generations - number, version, places, drawn, asked, found)
+            distributed.run_on_rank0(partial(self.parts.record.write, generation))
+        return [*found]
+
+    def read(self, reader: RolloutReader) -> list[ScoredCompletion]:
+        """Return the recorded generation of the present number, and move the prompts on past it. Collective."""
+        number = self.generations
+        state = distributed.run_on_rank0(lambda: reader.read(number))
+        taken = [prompt for _ in range(state["draws"]) for prompt in self.parts.scheduler.take_prompts()]
+        self.generations += state["draws"]
+        return [*generation_of(state, taken, self.parts.scorer.decode).rollouts]
 
     def add_scores(self) -> None:
         """Add the fields that the run needs: log-probabilities of the policy before its first step on the generation
@@ -297,6 +330,7 @@ class RolloutSource:
             "prompts": scheduler.prompts.state_dict(),
             "generations": self.generations,
             "used": self.steps_taken,
+            "steps": self.steps_begun,
             "estimator": self.parts.estimator.state_dict(),
             "metrics": dict(self.metrics),
             "completed": [rollout_tokens_to_dict(c) for c in unused],
@@ -308,6 +342,7 @@ class RolloutSource:
         self.parts.scheduler.prompts.load_state_dict(state["prompts"])
         self.generations = int(state["generations"])
         self.steps_taken = int(state["used"])
+        self.steps_begun = int(state.get("steps", 0))
         self.metrics = dict(state["metrics"])
         self.completed = [rollout_tokens_from_dict(c) for c in state["completed"]]
         if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size

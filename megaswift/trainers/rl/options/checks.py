@@ -80,6 +80,10 @@ def _generates_ahead(c: Sections) -> bool:
     return c.rollout.async_generation
 
 
+def _holds_prompts_out(c: Sections) -> bool:
+    return bool(c.data.val_dataset) or c.data.split_dataset_ratio > 0
+
+
 def sends_weights_in_files(c: Sections) -> bool:
     """Return whether samplers read weights, or adapters alone, from a folder."""
     sends_adapters = c.model.train_type != "full" and c.rollout.rollout_lora is not False
@@ -261,6 +265,18 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         ),
         "samples during training, so the sampler and the trainer cannot use the memory in turn",
         "leave out --offload_model, --offload_optimizer and --rollout_sleep",
+    ),
+    ConflictingOptions(
+        ("save_rollouts", "replay_rollouts"),
+        lambda c: c.rollout.save_rollouts is not None and c.rollout.replay_rollouts is not None,
+        "is not supported with replay_rollouts, whose folder has these generations",
+        "leave out --save_rollouts",
+    ),
+    ConflictingOptions(
+        ("replay_rollouts", "val_dataset", "split_dataset_ratio"),
+        lambda c: c.rollout.replay_rollouts is not None and _holds_prompts_out(c),
+        "has no sampler to answer held-out prompts",
+        "leave out --val_dataset and --split_dataset_ratio",
     ),
     ConflictingOptions(
         ("vllm_tensor_parallel_size", "environment"),

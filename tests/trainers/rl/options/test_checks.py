@@ -154,6 +154,8 @@ CLASHING = [
         "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate",
     ),
     ("async_generation", "--async_generation --offload_model"),
+    ("save_rollouts", "--save_rollouts d --replay_rollouts d"),
+    ("replay_rollouts", "--replay_rollouts d --val_dataset v.jsonl"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --environment e.py:E"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --async_generation"),
     ("train_type", "--engine ddp --train_type boft --quantization_bit 4"),

@@ -1,0 +1,250 @@
+"""Generations on disk: what was sampled and how it was rewarded, to train from it again without a sampler.
+
+Owns the files: one a generation, `generation-000012.safetensors`, named by the number from which its completions'
+seeds were made. Tokens are tensors; the rest is JSON in the header, with a checksum of both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from megaswift.base.atomic_writes import atomic_file
+from megaswift.data.prompts.source import Prompt
+from megaswift.errors import CheckpointError, ConfigError, Problem
+from megaswift.rollout.sampler import Completion
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, asked_prompt, model_token_mask
+from megaswift.trainers.rl.scorer import ScoredCompletion
+
+NAME = re.compile(r"generation-(\d{6,})\.safetensors")
+FORMAT = "megaswift rollouts 1"
+TURNS = ("messages", "rewards", "ends", "turns", "rewritten", "prompt_ids", "prompt_content")
+"""Fields of a conversation beside its tokens."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The completions of a generation, in the order in which a run trains on them."""
+
+    number: int
+    """Draws of prompts that the run had begun before."""
+    draws: int
+    """Draws of this generation: more than 1 where groups without spread were drawn again."""
+    version: int
+    """Optimizer steps that the weights had taken which wrote the tokens."""
+    places: tuple[int, ...]
+    """The place of each completion among all that were drawn, each prompt once for each of its completions."""
+    seeds: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    """The tokens of the data set's prompt of each completion, before what an environment observes."""
+    rollouts: tuple[ScoredCompletion, ...]
+
+
+class RolloutWriter:
+    """Writes generations into a folder. Used on one rank."""
+
+    def __init__(self, folder: Path, resumed: bool) -> None:
+        """Create the folder; raise ConfigError where it has generations that this run does not continue."""
+        if not resumed and recorded_files(folder):
+            rule = "has the rollouts of another run"
+            raise ConfigError(Problem(f"--save_rollouts {folder}", rule, "an empty folder, or remove its files"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+
+    def write(self, generation: Generation) -> None:
+        """Write a generation; replace one of the same number, which a run has before it is resumed."""
+        tensors, values = _parts(generation)
+        text = json.dumps(values, ensure_ascii=False)
+        header = {"format": FORMAT, "record": text, "sha256": _checksum(tensors, text)}
+        with atomic_file(self.folder / f"generation-{generation.number:06}.safetensors") as path:
+            save_file(tensors, path, header)
+
+
+class RolloutReader:
+    """Reads the generations of a folder that `--save_rollouts` wrote. Used on one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.what = f"--replay_rollouts {folder}"
+        self.files = recorded_files(folder)
+
+    def check(self, needed: int, size: int) -> None:
+        """Read every file.
+
+        Args:
+            needed: Generations that the run takes.
+            size: Completions of each.
+
+        Raises:
+            ConfigError: They have another size, or are fewer.
+            CheckpointError: A file is damaged.
+        """
+        for path in self.files.values():
+            found = len(_read(path)["total"])
+            if found != size:
+                rule = f"has {found} completions a generation, and the run takes {size}"
+                fix = "the batch sizes, --num_generations and --num_iterations of the recorded run"
+                raise ConfigError(Problem(self.what, rule, fix))
+        if len(self.files) < needed:
+            rule = f"has {len(self.files)} generations, and the run takes {needed}"
+            raise ConfigError(Problem(self.what, rule, "a smaller --max_steps, or the folder of --save_rollouts"))
+
+    def read(self, number: int) -> dict[str, Any]:
+        """Return the content of a generation as plain values, for `generation_of`."""
+        if number not in self.files:
+            fix = "start from the model of the recorded run, and resume at a step where a generation begins"
+            raise ConfigError(Problem(self.what, f"has no generation {number}", fix))
+        return _read(self.files[number])
+
+
+def recorded_files(folder: Path) -> dict[int, Path]:
+    """Return the files of a folder by their generations' numbers."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {int(match[1]): path for path in found if (match := NAME.fullmatch(path.name))}
+
+
+def generation_of(
+    state: Mapping[str, Any], taken: Sequence[Prompt], decode: Callable[[Sequence[int]], str]
+) -> Generation:
+    """Build a generation from what `RolloutReader.read` returned.
+
+    Args:
+        state: The content of a file.
+        taken: The prompts of its draws, each once for each of its completions.
+        decode: Tokens to text, without special tokens.
+
+    Raises:
+        ConfigError: They are other prompts than the recorded ones.
+    """
+    prompts = _cut(state["prompt_tokens"], state["prompt_lengths"])
+    rollouts = []
+    for i, completion in enumerate(_completions(state)):
+        given = taken[state["places"][i]] if state["places"][i] < len(taken) else None
+        if given is None or (given.number, [*given.token_ids]) != (state["rows"][i], prompts[state["prompt"][i]]):
+            drawn = "none" if given is None else f"row {given.number}"
+            rule = (
+                f"completion {i} of generation {state['number']} answers row {state['rows'][i]}; the run draws {drawn}"
+            )
+            fix = "the data sets, --seed and --shuffle of the recorded run"
+            raise ConfigError(Problem("--replay_rollouts", rule, fix))
+        rewards = {name: _number(values[i]) for name, values in state["rewards"].items()}
+        tokens = state["token_rewards"][i]
+        rollouts.append(
+            ScoredCompletion(
+                asked_prompt(given, completion),
+                completion,
+                decode(completion.token_ids),
+                rewards,
+                _number(state["total"][i]),
+                None if tokens is None else tuple(tokens),
+                _number(state["baseline"][i]),
+            )
+        )
+    head = (state["number"], state["draws"], state["version"], tuple(state["places"]), tuple(state["seeds"]))
+    return Generation(*head, tuple(tuple(prompts[k]) for k in state["prompt"]), tuple(rollouts))
+
+
+def _completions(state: Mapping[str, Any]) -> Iterator[Completion]:
+    tokens = _cut(state["tokens"], state["lengths"])
+    own = _cut(
+        np.unpackbits(np.asarray(state["own"], dtype=np.uint8))[: len(state["tokens"])].tolist(), state["lengths"]
+    )
+    logprobs = _cut(state["logprobs"], [sum(mask) for mask in own])
+    for i, (ids, mask, said) in enumerate(zip(tokens, own, logprobs, strict=True)):
+        turns = state["conversations"][i]
+        plain = (tuple(ids), tuple(said), bool(state["finished"][i]))
+        if turns is None:
+            yield Completion(*plain)
+            continue
+        more: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in turns.items()
+        }
+        yield MultiTurnCompletion(*plain, own=tuple(map(bool, mask)), **more)
+
+
+def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Tensors and plain values of a generation."""
+    rollouts = generation.rollouts
+    completions = [rollout.completion for rollout in rollouts]
+    own = [model_token_mask(completion) for completion in completions]
+    asked: dict[tuple[int, ...], int] = {}
+    prompt = [asked.setdefault(ids, len(asked)) for ids in generation.prompts]
+    tokens = np.asarray([t for c in completions for t in c.token_ids], dtype=np.int32)
+    tensors: dict[str, np.ndarray] = {
+        "tokens": tokens,
+        "own": np.packbits(np.asarray([bool(o) for mask in own for o in mask], dtype=np.uint8)),
+        "logprobs": np.asarray([p for c in completions for p in c.logprobs], dtype=np.float32),
+        "versions": np.full(len(tokens), generation.version, dtype=np.int32),
+        "prompt_tokens": np.asarray([t for ids in asked for t in ids], dtype=np.int32),
+    }
+    values: dict[str, Any] = {
+        "number": generation.number,
+        "draws": generation.draws,
+        "version": generation.version,
+        "places": [*generation.places],
+        "seeds": [*generation.seeds],
+        "rows": [r.prompt.number for r in rollouts],
+        "prompt": prompt,
+        "prompt_lengths": [len(ids) for ids in asked],
+        "lengths": [len(c.token_ids) for c in completions],
+        "finished": [int(c.finished) for c in completions],
+        "rewards": {name: [_plain(r.rewards[name]) for r in rollouts] for name in rollouts[0].rewards},
+        "total": [_plain(r.total) for r in rollouts],
+        "baseline": [_plain(r.baseline) for r in rollouts],
+        "token_rewards": [None if r.tokens is None else [*r.tokens] for r in rollouts],
+        "conversations": [_turns(c) for c in completions],
+    }
+    return tensors, values
+
+
+def _turns(completion: Completion) -> dict[str, Any] | None:
+    if not isinstance(completion, MultiTurnCompletion):
+        return None
+    return {name: getattr(completion, name) for name in TURNS}
+
+
+def _plain(value: float) -> float | None:
+    """A number for JSON; NaN, of a reward that does not apply, as null."""
+    return None if value != value else value
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _cut(values: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    return [[*values[start:end]] for start, end in pairwise(accumulate(lengths, initial=0))]
+
+
+def _checksum(tensors: Mapping[str, np.ndarray], text: str) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode() + b"\0" + tensors[name].tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a file; CheckpointError where it is not what was written."""
+    try:
+        with safe_open(path, "np") as file:
+            header = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        whole = header.get("format") == FORMAT and header["sha256"] == _checksum(tensors, header["record"])
+    except (SafetensorError, OSError, KeyError) as error:
+        raise CheckpointError(_damaged(path, f"cannot be read: {error}")) from None
+    if not whole:
+        raise CheckpointError(_damaged(path, "is damaged: its content does not have its checksum"))
+    return json.loads(header["record"]) | {name: values.tolist() for name, values in tensors.items()}
+
+
+def _damaged(path: Path, rule: str) -> Problem:
+    return Problem(f"rollouts {path}", rule, "copy the file again, or replay up to the generation before it")

@@ -1,0 +1,247 @@
+"""Runs that are recorded, and runs that train on the record without a sampler.
+
+Covers: megaswift/trainers/rl/record.py, megaswift/run/policy_task.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from megaswift.data.prompts.source import Prompt
+from megaswift.errors import CheckpointError, ConfigError
+from megaswift.rollout.sampler import Completion
+from megaswift.trainers.hooks.metrics import read_lines
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
+from megaswift.trainers.rl.record import Generation, RolloutReader, RolloutWriter, generation_of, recorded_files
+from megaswift.trainers.rl.scorer import ScoredCompletion
+from tests.parity.pool import RankError
+from tests.trainers.inputs import write_model
+from tests.trainers.runs import run
+
+SLOW = pytest.mark.slow
+STEPS, BYTES = 5, 40
+USUAL: dict[str, object] = {
+    "--lr": "1e-2",
+    "--report_to": "none",
+    "--num_generations": 4,
+    "--max_completion_length": 6,
+    "--max_length": 32,
+    "--beta": 0.1,
+    "--generation_batch_size": 16,
+    "--global_batch_size": 8,
+    "--torch_dtype": "float32",
+    "--max_steps": STEPS,
+}
+REWARDS = """def digits(completions, **_):
+    return [sum(c.isdigit() for c in str(text)) / (1 + len(text)) for text in completions]
+"""
+ENVIRONMENT = """class Again:
+    def reset(self, prompt, **columns):
+        self.turns = 0
+
+    def step(self, answer):
+        self.turns += 1
+        return [{"role": "user", "content": "2?"}], 0.5 * len(answer), self.turns == 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("record")
+    write_model(made / "model")
+    rows = [{"prompt": f"{i % 10}+{(7 * i) % 10}=" + "?" * (i % 3), "number": i} for i in range(12)]
+    (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    talks = [{"messages": [{"role": "user", "content": row["prompt"]}], "number": row["number"]} for row in rows]
+    (made / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in talks), encoding="utf-8")
+    (made / "rewards.py").write_text(REWARDS, encoding="utf-8")
+    return made
+
+
+def trained(folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "grpo") -> list[dict[str, Any]]:
+    """A run's metrics."""
+    inputs = ["--model", str(folder / "model"), "--dataset", str(folder / "rows.jsonl")]
+    inputs += ["--dataset_cache_dir", str(folder / "cache"), "--reward_funcs", f"{folder / 'rewards.py'}:digits"]
+    usual = {**USUAL, "--per_device_train_batch_size": 8 if ranks == 1 else 4}
+    inputs += [str(word) for pair in usual.items() if pair[0] not in options for word in pair]
+    run(inputs, out, *options, ranks=ranks, task=task)
+    return read_lines(out / "metrics.jsonl")
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """The exported tensors."""
+    (file,) = [*(out / "hf").glob("*.safetensors")] or [*(out / "adapter").glob("*.safetensors")]
+    return load_file(file)
+
+
+KINDS: list[Any] = [
+    pytest.param("grpo", (), 1, id="grpo"),
+    *(
+        pytest.param(task, options, ranks, id=name, marks=SLOW)
+        for name, task, options, ranks in (
+            ("ppo", "ppo", (), 1),
+            ("lora", "grpo", ("--train_type", "lora", "--lora_rank", 4), 1),
+            ("asynchronous", "grpo", ("--async_generation", "true"), 1),
+            ("again", "grpo", ("--dynamic_sample", "true", "--max_resample_times", 2), 1),
+            (
+                "environment",
+                "grpo",
+                ("--environment", "ENVIRONMENT", "--dataset", "talks.jsonl", "--max_length", 64),
+                2,
+            ),
+            ("greedy", "grpo", ("--advantage_estimator", "remax"), 1),
+            ("tp2", "grpo", ("--tp", 2, "--per_device_train_batch_size", 8), 2),
+            ("dp2", "grpo", (), 2),
+            ("zero3", "grpo", ("--engine", "zero3"), 2),
+        )
+    ),
+]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("task", "options", "ranks"), KINDS)
+def test_a_replayed_run_has_the_same_weights(
+    task: str, options: tuple[object, ...], ranks: int, folder: Path, tmp_path: Path
+) -> None:
+    """Bit by bit after five steps; nothing is sampled, and no reward is computed."""
+    (folder / "talk.py").write_text(ENVIRONMENT, encoding="utf-8")
+    files = {"ENVIRONMENT": f"{folder / 'talk.py'}:Again", "talks.jsonl": str(folder / "talks.jsonl")}
+    options = tuple(files.get(str(word), word) for word in options)
+    saved = tmp_path / "saved"
+    recorded = trained(folder, tmp_path / "whole", *options, "--save_rollouts", saved, ranks=ranks, task=task)
+    again = (*options, "--replay_rollouts", saved, "--reward_funcs", "format")
+    replayed = trained(folder, tmp_path / "again", *again, ranks=ranks, task=task)
+    for key in ("loss", "grad_norm", "reward"):
+        assert [line[key] for line in recorded] == [line[key] for line in replayed]
+    assert len({line["loss"] for line in recorded}) == STEPS
+    assert all("time/generation" not in line for line in replayed)
+    mine, theirs = weights(tmp_path / "again"), weights(tmp_path / "whole")
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in theirs)
+
+
+@pytest.mark.process
+@SLOW
+@pytest.mark.parametrize(
+    "layout",
+    [("--tp", 2), ("--pp", 2), ("--cp", 2), (), ("--engine", "fsdp2")],
+    ids=["tp2", "pp2", "cp2", "dp2", "fsdp2"],
+)
+def test_another_layout_trains_on_the_same_record(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
+    trained(folder, tmp_path / "whole", "--save_rollouts", tmp_path / "saved")
+    width = ("--per_device_train_batch_size", 4 if layout in ((), ("--engine", "fsdp2")) else 8)
+    trained(folder, tmp_path / "other", "--replay_rollouts", tmp_path / "saved", *layout, *width, ranks=2)
+    mine, theirs = weights(tmp_path / "other"), weights(tmp_path / "whole")
+    assert max(float((mine[n] - theirs[n]).abs().max()) for n in theirs) <= 1e-5
+
+
+@pytest.mark.process
+@SLOW
+def test_a_replay_goes_on_from_a_checkpoint_of_its_own(folder: Path, tmp_path: Path) -> None:
+    """In the middle of a generation; a recorded run that is resumed writes the generations that follow."""
+    save = ("--save_rollouts", tmp_path / "saved", "--save_steps", 3)
+    whole = trained(folder, tmp_path / "whole", *save)
+    step = ("--resume_from_checkpoint", tmp_path / "whole/checkpoints/step-3")
+    files = recorded_files(tmp_path / "saved")
+    reader = RolloutReader(tmp_path / "saved")
+    content = [reader.read(number) for number in files]
+    files[max(files)].unlink()
+    trained(folder, tmp_path / "resumed", *save, *step)
+    assert [reader.read(number) for number in files] == content
+    replay = ("--replay_rollouts", tmp_path / "saved", "--save_steps", 3)
+    trained(folder, tmp_path / "again", *replay)
+    step = ("--resume_from_checkpoint", tmp_path / "again/checkpoints/step-3")
+    rest = trained(folder, tmp_path / "rest", *replay, *step)
+    assert [line["loss"] for line in rest] == [line["loss"] for line in whole[3:]]
+
+
+@pytest.mark.process
+@SLOW
+def test_mistakes_are_told_before_the_first_step(folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    trained(folder, tmp_path / "whole", "--save_rollouts", saved)
+    for name, options, said in (
+        ("twice", ("--save_rollouts", saved), "has the rollouts of another run"),
+        ("long", ("--replay_rollouts", saved, "--max_steps", 9), "has 3 generations, and the run takes 5"),
+        ("size", ("--replay_rollouts", saved, "--generation_batch_size", 8), "16 completions a generation"),
+        ("seed", ("--replay_rollouts", saved, "--seed", 5), "answers row"),
+        ("held-out", ("--replay_rollouts", saved, "--split_dataset_ratio", 0.2), "held-out prompts"),
+    ):
+        with pytest.raises(RankError) as error:
+            trained(folder, tmp_path / name, *options, ranks=2)
+        assert said in str(error.value) and "exit status 2" in str(error.value), (name, str(error.value)[-3000:])
+        metrics = tmp_path / name / "metrics.jsonl"
+        assert not metrics.exists() or not metrics.read_text()
+
+
+def rollouts(length: int = 100) -> Generation:
+    """A generation of two prompts, conversations and token rewards among them."""
+    prompts = [Prompt(number, (5, 6, number), "text", {}) for number in (3, 8) for _ in range(2)]
+    tokens = tuple(range(length))
+    plain = Completion(tokens, tuple(-0.1 * (i % 7) for i in tokens), True)
+    own = tuple(i % 3 > 0 for i in tokens)
+    message = {"role": "user", "content": "ja \U0001f600"}
+    talk = MultiTurnCompletion(
+        tokens, (-0.5,) * sum(own), False, own=own, messages=(message,), rewards=(0.25,), ends=(3,), turns=2
+    )
+    answers = [plain, talk, plain, plain]
+    found = [
+        ScoredCompletion(p, c, "text", {"a": 0.1 * i, "b": math.nan}, 0.1 * i, (0.5,) * 3 if i == 2 else None)
+        for i, (p, c) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    places, asked = (0, 1, 6, 7), tuple(p.token_ids for p in prompts)
+    return Generation(4, 2, 6, places, (1, 2, 3, 2**62), asked, tuple(found))
+
+
+def test_a_generation_comes_back(tmp_path: Path) -> None:
+    """Values and types; not a number stays so."""
+    given = rollouts()
+    RolloutWriter(tmp_path, resumed=False).write(given)
+    other = Prompt(1, (9,), "other", {})
+    taken = [r.prompt for r in given.rollouts[:2]] + [other] * 4 + [r.prompt for r in given.rollouts[2:]]
+    found = generation_of(RolloutReader(tmp_path).read(4), taken, lambda _: "text")
+    for mine, theirs in zip(found.rollouts, given.rollouts, strict=True):
+        said, wanted = (np.float32(r.completion.logprobs).tolist() for r in (mine, theirs))
+        assert said == wanted and mine.completion.token_ids == theirs.completion.token_ids
+        assert type(mine.completion) is type(theirs.completion)
+        assert math.isnan(mine.rewards["b"]) and math.isnan(mine.baseline) and mine.rewards["a"] == theirs.rewards["a"]
+        assert (mine.prompt, mine.total, mine.tokens, mine.text) == (theirs.prompt, theirs.total, theirs.tokens, "text")
+    talk, wanted_talk = (r.rollouts[1].completion for r in (found, given))
+    assert isinstance(talk, MultiTurnCompletion) and isinstance(wanted_talk, MultiTurnCompletion)
+    assert [talk.own, talk.messages, talk.ends] == [wanted_talk.own, wanted_talk.messages, wanted_talk.ends]
+    assert (found.number, found.draws, found.version, found.places, found.seeds) == (4, 2, 6, given.places, given.seeds)
+    with pytest.raises(ConfigError, match="completion 2 of generation 4 answers row 8; the run draws row 1"):
+        generation_of(RolloutReader(tmp_path).read(4), [*taken[:6], other, other], lambda _: "")
+    with pytest.raises(ConfigError, match="has no generation 9"):
+        RolloutReader(tmp_path).read(9)
+
+
+def test_bytes_of_a_token_and_its_version(tmp_path: Path) -> None:
+    """Completions of 100 tokens; the weights' version is there for each of them."""
+    RolloutWriter(tmp_path, resumed=False).write(rollouts())
+    (path,) = recorded_files(tmp_path).values()
+    assert path.stat().st_size <= BYTES * 400
+    with safe_open(path, "np") as file:
+        assert file.get_tensor("versions").tolist() == [6] * 400
+
+
+@pytest.mark.parametrize("at", [0.01, 0.2, 0.5, 0.9, 0.999])
+def test_damage_is_named(at: float, tmp_path: Path) -> None:
+    """A byte changed anywhere; a file that ends early."""
+    RolloutWriter(tmp_path, resumed=False).write(rollouts())
+    (path,) = recorded_files(tmp_path).values()
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="generation-000004"):
+        RolloutReader(tmp_path).check(1, 4)
+    path.write_bytes(content[: int(at * len(content))])
+    with pytest.raises(CheckpointError, match="generation-000004"):
+        RolloutReader(tmp_path).check(1, 4)
