@@ -68,12 +68,13 @@ def activation_bytes(
 
 
 def passes_in_flight(setup: MicrobatchSetup, stage: int, microbatches: int) -> int:
-    """Forward passes of model chunks whose backward pass is to come, at most."""
+    """Forward passes of model chunks whose backward pass is to come, at most. A combined schedule is one ahead."""
     pp = setup.layout.pp
     vpp = setup.layout.vpp
+    ahead = int(setup.options.overlap_experts)
     if vpp == 1:
-        return min(microbatches, pp - stage)
-    return min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1)
+        return min(microbatches, pp - stage + ahead)
+    return min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + ahead)
 
 
 @dataclass(frozen=True)

@@ -29,5 +29,7 @@ class StepOptions:
     objective: Objective = field(default_factory=Objective)
     device_memory: int = 0
     """Bytes of a GPU, of which vLLM takes a share."""
+    overlap_experts: bool = False
+    """Whether exchanges of tokens run behind the pass of another micro-batch."""
     expert_imbalance: float = 1.0
     """Tokens of the fullest expert-parallel rank over those of an even choice of experts."""

@@ -43,6 +43,8 @@ class LayoutRequest(AxisSizes):
     """Longest sequence, in tokens."""
     train: TrainConfig | None = None
     """The batch sizes; None: not checked."""
+    overlap_experts: bool = False
+    """Whether exchanges of tokens run behind the pass of another micro-batch."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int, max_length: int, train: TrainConfig) -> LayoutRequest:
@@ -57,6 +59,7 @@ class LayoutRequest(AxisSizes):
             context_levels=parallel.hierarchical_context_parallel_sizes,
             max_length=max_length,
             train=train,
+            overlap_experts=parallel.overlap_moe_expert_parallel_comm,
         )
 
     @property
@@ -192,6 +195,19 @@ def _experts(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
         yield Problem(f"--ep {request.ep}", rule, _flags("--ep", fits, request.ep))
 
 
+def _overlap_experts(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
+    """Megatron-Core combines passes without a pipeline and in its interleaved schedule."""
+    if not request.overlap_experts or not shape.experts:
+        return
+    what = "--overlap_moe_expert_parallel_comm true"
+    if request.ep == 1:
+        rule = "hides the exchange of tokens between expert-parallel ranks, of which there is one"
+        yield Problem(what, rule, "--ep 2, or leave it out")
+    if request.pp > 1 and request.vpp == 1:
+        rule = f"needs several model chunks a stage with --pp {request.pp}"
+        yield Problem(what, rule, "--vpp 2, or a --pipeline_layout of more chunks")
+
+
 def _sequence_parallel(shape: ModelShape, request: LayoutRequest) -> Iterator[Problem]:
     if request.sequence_parallel and request.tp == 1:
         yield Problem(
@@ -278,6 +294,7 @@ RULES: tuple[_LayoutRule, ...] = (
     _context,
     _sequence_parallel,
     _experts,
+    _overlap_experts,
     _data,
     _batch,
 )

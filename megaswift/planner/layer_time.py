@@ -38,7 +38,7 @@ class Seconds:
     context_parallel: float = 0.0
     """What attention does not hide."""
     all_to_all: float = 0.0
-    """Tokens to experts and back, which nothing hides."""
+    """Tokens to experts and back, as far as no other micro-batch's pass hides them."""
     host: float = 0.0
     """What the launches of kernels take beyond all of these."""
 
@@ -97,11 +97,23 @@ def layer_time(setup: MicrobatchSetup, layer: int, machine: Machine) -> LayerTim
     tp_block = _tp_exchange(setup, machine, 1 if not moe or setup.spec.shared_ffn else 0)
     tokens = _expert_exchange(setup, machine) if moe else 0.0
     expert_tp = _expert_tp_exchange(setup, machine) if moe else 0.0
+    exposed = (2 * tokens, 2 * tokens)
+    # Megatron-Core's order: dispatch and combine forward beside backward passes of experts and attention, and the other
+    # way round; the first and the last micro-batch of a step, which run alone, are left out
+    if setup.options.overlap_experts and moe:
+        mixer = mixer_forward + core + attention_bytes / rate
+        mixer_back = mixer_backward + ATTENTION_BACKWARD * core + attention_bytes_back / rate
+        experts = block_forward + block_bytes / rate
+        experts_back = block_backward + block_bytes_back / rate
+        exposed = (
+            max(0.0, tokens - experts_back) + max(0.0, tokens - mixer_back),
+            max(0.0, tokens - mixer) + max(0.0, tokens - experts),
+        )
     block = Seconds(
         products=block_forward,
         elementwise=block_bytes / rate,
         tensor_parallel=tp_block + expert_tp,
-        all_to_all=tokens,
+        all_to_all=exposed[0],
     )
     forward = block + Seconds(
         products=mixer_forward,
@@ -116,7 +128,7 @@ def layer_time(setup: MicrobatchSetup, layer: int, machine: Machine) -> LayerTim
         elementwise=(attention_bytes_back + block_bytes_back) / rate,
         tensor_parallel=tp_mixer + tp_block + expert_tp,
         context_parallel=max(0.0, 2 * exchange - ATTENTION_BACKWARD * core),
-        all_to_all=tokens,
+        all_to_all=exposed[1],
     )
     forward_launches, backward_launches = LAUNCHES[moe]
     launch = machine.shares.launch_us * 1e-6
@@ -329,9 +341,24 @@ def _context_exchange(setup: MicrobatchSetup, layer: int, machine: Machine) -> f
 
 
 def _expert_exchange(setup: MicrobatchSetup, machine: Machine) -> float:
-    """Tokens to their experts and back, in one pass."""
-    size = setup.width * setup.expert_tokens // setup.layout.etp * setup.spec.hidden_size
-    return 2 * machine.seconds("all_to_all", size, setup.layout, "ep")
+    """Tokens to their experts, or back. The flexible dispatcher sends a token once to each node that has an expert of
+    its choice, and from there over NVLink to each rank; both at once, so that the slower one counts."""
+    layout = setup.layout
+    size = setup.width * setup.expert_tokens // layout.etp * setup.spec.hidden_size
+    if setup.options.model.moe_token_dispatcher_type != "flex" or layout.ep == 1:
+        return machine.seconds("all_to_all", size, layout, "ep")
+    choices = setup.spec.topk
+    inside = size * _places(layout.ep, choices) / choices
+    nodes = machine.places(layout, "ep")
+    if nodes == 1:
+        return machine.seconds("all_to_all", inside, layout, "ep")
+    across = machine.seconds("all_to_all", size * _places(nodes, choices) / choices, layout, "ep")
+    return max(across, inside / machine.link_rate)
+
+
+def _places(places: int, choices: int) -> float:
+    """Return how many of `places` of equal size a token visits with so many even choices."""
+    return places * (1 - (1 - 1 / places) ** choices)
 
 
 def _expert_tp_exchange(setup: MicrobatchSetup, machine: Machine) -> float:

@@ -65,6 +65,17 @@ class Machine:
         stride, ranks = _stride_and_ranks(layout, axes)
         return NETWORK if stride * ranks > self.domain else LINK
 
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second between two GPUs of a node."""
+        assert self.gpu.link_gbs is not None
+        return self.gpu.link_gbs * GIGA * self.shares.link
+
+    def places(self, layout: Layout, axes: str) -> int:
+        """Return the nodes that the ranks of a group of these axes are on."""
+        stride, ranks = _stride_and_ranks(layout, axes)
+        return len({rank * stride // self.domain for rank in range(ranks)})
+
     def seconds(self, operation: str, size: float, layout: Layout, axes: str) -> float:
         """Seconds of a collective of `size` bytes, or of a message between neighbours (`send_recv`); 0 for a group of
         one rank."""

@@ -70,6 +70,10 @@ IDLE = [
             "tp_comm_bulk_wgrad",
         )
     ),
+    (
+        "--moe_flex_dispatcher_backend hybridep",
+        "--moe_flex_dispatcher_backend hybridep --moe_token_dispatcher_type flex",
+    ),
     ("--vpp 2", "--vpp 2 --pp 2"),
     ("--first_stage_layers 0", "--first_stage_layers 0 --pp 2"),
     ("--last_stage_layers 3", "--last_stage_layers 3 --pp 2"),
@@ -250,7 +254,15 @@ CLASHING = [
     ("moe_router_fusion", "--moe_router_fusion --moe_expert_capacity_factor 1.5"),
     ("moe_shared_expert_overlap", "--moe_shared_expert_overlap --moe_token_dispatcher_type allgather"),
     ("moe_expert_capacity_factor", "--moe_expert_capacity_factor 1.5 --moe_token_dispatcher_type allgather"),
-    ("moe_token_dispatcher_type", "--moe_token_dispatcher_type flex"),
+    ("overlap_moe_expert_parallel_comm", "--overlap_moe_expert_parallel_comm --moe_token_dispatcher_type allgather"),
+    ("overlap_moe_expert_parallel_comm", "--overlap_moe_expert_parallel_comm --recompute_granularity full"),
+    ("overlap_moe_expert_parallel_comm", "--overlap_moe_expert_parallel_comm --moe_shared_expert_overlap"),
+    ("overlap_moe_expert_parallel_comm", "--overlap_moe_expert_parallel_comm --mtp_num_layers 1"),
+    (
+        "overlap_moe_expert_parallel_comm",
+        "--overlap_moe_expert_parallel_comm --cuda_graph_impl local --padding_free false",
+    ),
+    ("overlap_moe_expert_parallel_comm", "--overlap_moe_expert_parallel_comm --freeze_parameters x"),
     ("attn_impl", "--attn_impl flash --transformer_impl torch"),
     ("overwrite_output_dir", "--overwrite_output_dir --resume_from_checkpoint latest"),
     ("add_version", "--add_version true --overwrite_output_dir"),

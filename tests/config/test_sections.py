@@ -277,6 +277,7 @@ NEEDS = (
         "soft_cache_length": {"reward_funcs": ["soft_overlong"]},
         "generation_batch_size": {"num_generations": 2},
         "max_tokens_per_batch": {"max_length": 1},
+        "moe_flex_dispatcher_backend": {"moe_token_dispatcher_type": "flex"},
         "kl_estimator": {"beta": 0.1},
     }
     | {

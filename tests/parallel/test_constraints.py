@@ -158,6 +158,12 @@ REFUSED = [
     (MOE, dict(world_size=12, ep=3), ["8 experts are not divisible by 3 expert-parallel ranks", "--ep 4, or --ep 2"]),
     (MOE, dict(world_size=16, ep=16), ["8 experts are fewer than 16", "--ep 8"]),
     (MOE, dict(world_size=4, ep=2, pp=4), ["--ep 2 --pp 4: requires a multiple of 2 x 4 = 8 processes; there are 4"]),
+    (MOE, dict(world_size=2, overlap_experts=True), ["between expert-parallel ranks, of which there is one", "--ep 2"]),
+    (
+        MOE,
+        dict(world_size=4, pp=2, ep=2, overlap_experts=True),
+        ["needs several model chunks a stage with --pp 2", "--vpp 2"],
+    ),
     (
         MOE,
         dict(world_size=2, tp=2, sequence_parallel=False),

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from megaswift.memory.estimate import TrainedModel
+from megaswift.memory.microbatch_setup import MicrobatchSetup
 from megaswift.parallel.layout import Layout
 from megaswift.parallel.pipeline_split import PipelineSplit
+from megaswift.planner.layer_time import LayerTime, layer_time
 from megaswift.planner.machine import LINK, NETWORK
 from megaswift.planner.step_time import StepTime, TimeModel
 from megaswift.run.checks.fit import step_options
@@ -141,3 +143,39 @@ def test_a_small_model_waits_for_the_host() -> None:
 def test_parts_add_up() -> None:
     found = step("qwen3-235b-a22b", Layout(256, tp=2, pp=8, ep=32, sequence_parallel=True), 16, split=FIRST_AND_LAST)
     assert sum(found.parts().values()) == pytest.approx(found.total, rel=1e-9)
+
+
+FOUR_NODES = Layout(256, tp=2, pp=8, ep=32, sequence_parallel=True)
+ONE_NODE = Layout(64, tp=2, pp=8, ep=8, sequence_parallel=True)
+FLEX = {"moe_token_dispatcher_type": "flex"}
+OVERLAP = {"overlap_moe_expert_parallel_comm": True}
+
+
+def layer(layout: Layout, **options: Any) -> LayerTime:
+    """A layer of Qwen3-235B-A22B on H100."""
+    cfg = run_of("qwen3-235b-a22b", **options)
+    spec = spec_of("qwen3-235b-a22b")
+    run = TrainedModel.of(cfg.model, cfg.lora, spec, planned_kernels(cfg, spec)).on(layout, FIRST_AND_LAST)
+    return layer_time(MicrobatchSetup(step_options(cfg, 1), spec, layout, run.kernels, run.parts), 1, H100)
+
+
+def test_a_flexible_dispatcher_sends_a_token_once_to_each_node() -> None:
+    """Eight experts on four nodes: 4 x (1 - (3/4)^8) = 3.6 of them, where an all-to-all sends eight copies; on eight
+    ranks of one node 8 x (1 - (7/8)^8) = 5.3."""
+    for layout, share in ((FOUR_NODES, 4 * (1 - 0.75**8) / 8), (ONE_NODE, 1 - (7 / 8) ** 8)):
+        once, each = layer(layout, **FLEX), layer(layout)
+        assert once.forward.all_to_all == pytest.approx(share * each.forward.all_to_all, rel=1e-6)
+        assert once.backward.all_to_all == pytest.approx(share * each.backward.all_to_all, rel=1e-6)
+
+
+def test_overlapped_exchanges_count_as_far_as_they_are_longer() -> None:
+    """Over the network all work of both passes hides its part of the four exchanges; within a node nothing is left."""
+    plain, overlapped = layer(FOUR_NODES), layer(FOUR_NODES, **OVERLAP)
+    hidden = sum(
+        getattr(plain, name).all_to_all - getattr(overlapped, name).all_to_all for name in ("forward", "backward")
+    )
+    work = sum(t.products + t.attention + t.elementwise for t in (plain.forward, plain.backward))
+    assert hidden == pytest.approx(work, rel=1e-6) and overlapped.forward.all_to_all > 0
+    within = layer(ONE_NODE, **OVERLAP, **FLEX)
+    assert within.forward.all_to_all == within.backward.all_to_all == 0
+    assert overlapped.forward.products == plain.forward.products

@@ -69,8 +69,8 @@ def run_forward_backward_schedule(
         assert all(b.input_ids.shape == shape for b in microbatches), "a pipeline needs micro-batches of one shape"
 
     def forward_step(
-        data: Iterator[MicrobatchInputs], module: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], LossResult]]:
+        data: Iterator[MicrobatchInputs], module: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[[Tensor], LossResult]]:
         step = next(data)
 
         def close(fields: Tensor) -> LossResult:
@@ -80,7 +80,8 @@ def run_forward_backward_schedule(
                 {},
             )  # no tokens to divide by
 
-        return unwrapped(module).run(module, step), close
+        model = unwrapped(module)
+        return model.plan(step) if return_schedule_plan else model.run(module, step), close
 
     config = unwrapped(chunks[0]).config
     if not settings.forward_only:

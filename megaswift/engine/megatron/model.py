@@ -39,7 +39,12 @@ from megaswift.engine.megatron.layers.implementation import (
 )
 from megaswift.engine.megatron.layers.moe.dispatcher import dispatch_to_local_experts
 from megaswift.engine.megatron.layers.moe.experts import GroupedExpertLinear
-from megaswift.engine.megatron.layers.moe.router import AuxLossTopKRouter, install_padding_mask_hooks
+from megaswift.engine.megatron.layers.moe.router import (
+    AuxLossTopKRouter,
+    install_padding_mask_hooks,
+    keep_padding_of_scheduled_layers,
+    refuse_parts_that_schedules_leave_out,
+)
 from megaswift.engine.megatron.layers.mtp import MultiTokenPrediction
 from megaswift.engine.megatron.layers.rope import PositionRotary, inverse_frequencies, windowed_layer_inv_freq
 from megaswift.engine.megatron.layers.spec import block_spec
@@ -101,9 +106,22 @@ class SwiftGPT(GPTModel):
         mask = self._padding_mask(step)
         return module(step.input_ids, step.positions, None, packed_seq_params=step.rows, padding_mask=mask)
 
+    def plan(self, step: MicrobatchInputs) -> Any:
+        """Return Megatron-Core's schedule of one micro-batch through this chunk, whose parts it runs between those of
+        another micro-batch's backward pass."""
+        self.step = step
+        if self.rotates_by_position:
+            self.rotary_pos_emb.positions = step.positions
+        mask = self._padding_mask(step)
+        return self.build_schedule_plan(
+            step.input_ids, step.positions, None, packed_seq_params=step.rows, padding_mask=mask
+        )
+
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Megatron's, with rotary angles for latent attention too, and after shared prefixes by position."""
         prepared = super()._preprocess(*args, **kwargs)
+        if self.config.overlap_moe_expert_parallel_comm:
+            keep_padding_of_scheduled_layers(self.decoder, prepared[-1])
         angles = prepared[1]
         if self.config.multi_latent_attention:
             angles = self.rotary_pos_emb()
@@ -322,6 +340,8 @@ def build_model_chunks(
             fuse_gradient_accumulation(model)
         model.real_vocabulary = spec.vocab_size
         if spec.experts:
+            if config.overlap_moe_expert_parallel_comm:
+                refuse_parts_that_schedules_leave_out(model.decoder)
             install_padding_mask_hooks(model.decoder)
             dispatch_to_local_experts(model.decoder)
         if spec.head != VOCABULARY and model.post_process:

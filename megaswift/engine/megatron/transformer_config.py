@@ -202,6 +202,8 @@ def _kernels(
         permute_fusion &= not cuda or triton_launches()  # Transformer Engine's kernels for it are Triton's
         fields["moe_permute_fusion"] = permute_fusion if m.moe_permute_fusion is None else m.moe_permute_fusion
         fields["moe_router_fusion"] = m.moe_router_fusion
+        if m.moe_token_dispatcher_type == "flex":
+            fields["moe_flex_dispatcher_backend"] = m.moe_flex_dispatcher_backend
         fields["moe_shared_expert_overlap"] = m.moe_shared_expert_overlap
         fields["moe_expert_capacity_factor"] = m.moe_expert_capacity_factor
         fields["moe_pad_expert_input_to_capacity"] = m.moe_pad_expert_input_to_capacity
@@ -315,6 +317,8 @@ def transformer_config(
         raise ConfigError(Problem(f"--megatron_extra_kwargs {json.dumps(extra)}", rule, "leave it out")) from None
     # Megatron's name for "the layer spec brings the activation"; set late, for only Transformer Engine's own pass there
     unit = gated_activation_class(config.activation_func, choice.linear)
+    # set late: Megatron-Core allows it in half precision alone, and its schedule has no such need
+    config.overlap_moe_expert_parallel_comm = bool(spec.experts) and parallel.overlap_moe_expert_parallel_comm
     config.use_te_activation_func = config.gated_linear_unit and unit is not None
     config.tp_comm_overlap_cfg = read_tp_comm_overlap_cfg(parallel.tp_comm_overlap_cfg)
     config.tp_comm_tokens = settings.full_microbatch_tokens if parallel.tp_comm_overlap else 0

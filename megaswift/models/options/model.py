@@ -234,6 +234,13 @@ class ModelConfig:
         "Overlap shared experts with the exchange of tokens (dispatcher alltoall)",
         only_with={"engine": ("megatron", "auto")},
     )
+    moe_flex_dispatcher_backend: str = option(
+        "deepep",
+        "Library of the flex dispatcher",
+        choices=("deepep", "hybridep"),
+        only_with={"engine": ("megatron", "auto"), "moe_token_dispatcher_type": "flex"},
+        neutral=("deepep",),
+    )
     moe_expert_capacity_factor: float | None = option(
         None,
         "Expert capacity as a multiple of the mean load; tokens above it skip the expert",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from megaswift.base.byte_size import byte_size_or_none
 from megaswift.config.rule import ONE_OF, ConflictingOptions, Test
 from megaswift.config.sections import Sections
@@ -52,6 +50,57 @@ def has_frozen_weights(c: Sections) -> bool:
 
 def _recomputes(c: Sections, *parts: str) -> bool:
     return c.model.recompute_granularity == "selective" and bool(set(parts) & set(c.model.recompute_modules))
+
+
+_OVERLAP = "overlap_moe_expert_parallel_comm"
+
+
+def _overlap_and(when: Test) -> Test:
+    return lambda c: c.parallel.overlap_moe_expert_parallel_comm and when(c)
+
+
+_OVERLAP_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
+    (
+        ("moe_token_dispatcher_type",),
+        lambda c: c.model.moe_token_dispatcher_type == "allgather",
+        "is supported with alltoall and flex only (Megatron-Core)",
+        "--moe_token_dispatcher_type alltoall",
+    ),
+    (
+        ("recompute_granularity", "recompute_modules"),
+        lambda c: (
+            c.model.recompute_granularity == "full"
+            or (c.model.recompute_granularity == "selective" and not c.model.recompute_modules)
+            or _recomputes(c, "moe")
+        ),
+        "does not compute experts or whole layers again: their parts run apart",
+        "--recompute_granularity selective --recompute_modules moe_act layernorm",
+    ),
+    (
+        ("moe_shared_expert_overlap",),
+        lambda c: c.model.moe_shared_expert_overlap,
+        "excludes moe_shared_expert_overlap: both use the time of the exchange",
+        "--moe_shared_expert_overlap false",
+    ),
+    (
+        ("mtp_num_layers",),
+        lambda c: c.model.mtp_num_layers is not None,
+        "is not supported with layers for multi-token prediction here",
+        "--mtp_num_layers none",
+    ),
+    (
+        ("cuda_graph_impl",),
+        lambda c: c.model.uses_cuda_graphs,
+        "is not supported with CUDA graphs: layers run in parts",
+        "--cuda_graph_impl none",
+    ),
+    (
+        ("freeze_parameters",),
+        has_frozen_weights,
+        "needs all weights of a layer to train",
+        "no frozen weights",
+    ),
+)
 
 
 def _fp8_weights_and(when: Test) -> Test:
@@ -259,11 +308,9 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "is supported with alltoall and flex only",
         "--moe_token_dispatcher_type alltoall",
     ),
-    ConflictingOptions(
-        ("moe_token_dispatcher_type",),
-        lambda c: c.model.moe_token_dispatcher_type == "flex" and importlib.util.find_spec("deep_ep") is None,
-        "needs the package deep_ep (DeepEP), which is not installed",
-        "--moe_token_dispatcher_type alltoall",
+    *(
+        ConflictingOptions((_OVERLAP, *options), _overlap_and(when), why, fix)
+        for options, when, why, fix in _OVERLAP_CONFLICTS
     ),
     *(
         ConflictingOptions(("fp8_param_gather", *options), _fp8_weights_and(when), why, fix)

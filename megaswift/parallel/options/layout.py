@@ -155,6 +155,11 @@ class ParallelConfig:
         "Overlap parameter gather and forward (needs overlap_grad_reduce); default: GPUs",
         only_with={"engine": ("megatron", "auto")},
     )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False,
+        "Run exchanges of tokens behind another micro-batch's pass (not run on a GPU)",
+        only_with={"engine": ("megatron", "auto"), "train_type": "full"},
+    )
     overlap_p2p_comm: bool | None = option(
         None,
         "Overlap pipeline communication with compute; default: if vpp > 1",

@@ -178,6 +178,7 @@ def micro_batch_options(cfg: SwiftConfig, rows: int, passes: int) -> StepOptions
         passes=passes,
         max_length=cfg.data.max_length,
         lora_dropout=cfg.lora.lora_dropout,
+        overlap_experts=cfg.parallel.overlap_moe_expert_parallel_comm,
         shares_rows=cfg.data.shares_rows,
         objective=objective_of(cfg),
     )

@@ -88,11 +88,13 @@ EXPERT_OPTIONS = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
     "moe_token_dispatcher_type",
+    "moe_flex_dispatcher_backend",
     "moe_grouped_gemm",
     "moe_grouped_gemm_impl",
     "moe_permute_fusion",
     "moe_router_fusion",
     "moe_shared_expert_overlap",
+    "overlap_moe_expert_parallel_comm",
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
 )
@@ -110,6 +112,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
                 lambda: missing_transformer_engine_problems(cfg) if capabilities_of(cfg).transformer_engine else [],
                 ConfigError,
             ),
+            (lambda: flex_dispatcher_problems(cfg.model), ConfigError),
             (lambda: device_dependent_option_problems(cfg, os.environ), ConfigError),
             (lambda: determinism_environment_problems(cfg.train.deterministic, os.environ), ConfigError),
             (lambda: model_problems(cfg, world_size), UserError),
@@ -225,6 +228,21 @@ def model_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     if cfg.model.train_type == "qlora" and not unfit:
         unfit = qlora.four_bit_block_size_problems(family_of(spec.hf_config), spec, request.tp, request.etp)
     return problems + idle + adapters + unfit or fit_problems(cfg, spec, request.layout)
+
+
+def flex_dispatcher_problems(model: ModelConfig) -> list[Problem]:
+    """Report that the library of the flexible dispatcher is missing here."""
+    if model.moe_token_dispatcher_type != "flex":
+        return []
+    found = importlib.util.find_spec("deep_ep")
+    if found is None:
+        rule = "needs the package deep_ep (DeepEP), which is not installed"
+        return [Problem("--moe_token_dispatcher_type flex", rule, "--moe_token_dispatcher_type alltoall")]
+    files = {file.name for folder in found.submodule_search_locations or () for file in Path(folder).iterdir()}
+    if model.moe_flex_dispatcher_backend == "hybridep" and "hybrid_ep_buffer.py" not in files:
+        rule = "needs DeepEP's branch hybrid-ep; the installed package deep_ep has no HybridEPBuffer"
+        return [Problem("--moe_flex_dispatcher_backend hybridep", rule, "--moe_flex_dispatcher_backend deepep")]
+    return []
 
 
 def token_limit_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:

@@ -15,9 +15,11 @@ import pytest
 from megaswift.commands.training import further_problems_of_refused_config
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import CheckpointError, ConfigError, UserError
+from megaswift.families import family_of
 from megaswift.models.published.dense import PHI_4
 from megaswift.models.published.moe import QWEN1_5_MOE_A2_7B
-from megaswift.run.checks.preflight import preflight
+from megaswift.models.published.sizes import MODELS
+from megaswift.run.checks.preflight import flex_dispatcher_problems, preflight, token_limit_problems
 from tests.trainers.inputs import write_model
 
 
@@ -347,3 +349,40 @@ def test_what_options_say_together_is_told_with_layout_and_files(
     assert told(*both, "--warmup_stesp", "5") == ["--warmup_stesp 5"]  # who knows what the rest would be
     assert told(*both, "--warmup_steps", "five") == ["--warmup_steps five"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "backend", "rule"),
+    [
+        (None, "deepep", "needs the package deep_ep"),
+        (("buffer.py",), "deepep", ""),
+        (("buffer.py",), "hybridep", "has no HybridEPBuffer"),
+        (("buffer.py", "hybrid_ep_buffer.py"), "hybridep", ""),
+    ],
+)
+def test_the_library_of_the_flexible_dispatcher(
+    files: tuple[str, ...] | None, backend: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if files is not None:
+        (tmp_path / "deep_ep").mkdir()
+        for name in ("__init__.py", *files):
+            (tmp_path / "deep_ep" / name).touch()
+        monkeypatch.syspath_prepend(tmp_path)
+    model = SwiftConfig(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend).model
+    found = flex_dispatcher_problems(model)
+    assert rule in str(found) and bool(found) == bool(rule)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({}, "auxiliary losses are means over a micro-batch"),
+        ({"moe_aux_loss_coeff": 0.0}, ""),
+        ({"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.1}, "auxiliary losses are means over a micro-batch"),
+    ],
+)
+def test_micro_batches_by_tokens_do_not_change_the_loss_of_routers(options: dict[str, float], rule: str) -> None:
+    config = MODELS["qwen3-30b-a3b"][0]
+    cfg = SwiftConfig(max_tokens_per_batch=4096, **options)
+    found = token_limit_problems(cfg, family_of(config).spec(config))
+    assert rule in str(found) and bool(found) == bool(rule)

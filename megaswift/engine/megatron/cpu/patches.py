@@ -161,6 +161,11 @@ REPLACEMENTS = (
         "moves parameters and gradients",
     ),
     AttributePatch(
+        "torch:Tensor.record_stream",
+        cuda_stubs.wrap_as_distinct_function(cuda_stubs.no_op),
+        "the combined schedule frees what another stream has read",
+    ),
+    AttributePatch(
         "torch.nn:Module.cuda", cuda_stubs.wrap_as_distinct_function(cuda_stubs.return_self), "moves modules"
     ),
     AttributePatch("torch.distributed:all_to_all_single", collectives.all_to_all, _SPLITS),

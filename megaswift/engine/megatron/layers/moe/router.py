@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
@@ -104,6 +105,8 @@ class AuxLossTopKRouter(TopKRouter):
     """
 
     scale: RouterAuxLossState
+    scheduled_padding: Tensor | None = None
+    """The padding mask [s, b] of the micro-batch in progress, where a schedule calls the router without it."""
 
     def __init__(self, config: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
@@ -142,6 +145,8 @@ class AuxLossTopKRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Top-k routing of logits [s, b, E]; padding_mask [s, b], True on padding."""
         flat = logits.view(-1, logits.shape[-1])
+        if padding_mask is None:
+            padding_mask = self.scheduled_padding
         if self.choice is None:
             weights, picks = super().routing(logits, padding_mask=padding_mask, **kwargs)
         else:
@@ -207,6 +212,28 @@ def install_padding_mask_hooks(decoder: TransformerBlock) -> None:
     decoder.register_forward_pre_hook(keep, with_kwargs=True)
     for layer in decoder.layers:
         layer.register_forward_pre_hook(fill, with_kwargs=True)
+
+
+def keep_padding_of_scheduled_layers(decoder: TransformerBlock, mask: Tensor | None) -> None:
+    """Give the routers of `decoder` the padding mask [b, s] of the micro-batch in progress: Megatron-Core's combined
+    schedule calls them without it."""
+    for module in decoder.modules():
+        if isinstance(module, AuxLossTopKRouter):
+            module.scheduled_padding = None if mask is None else mask.transpose(0, 1)
+
+
+def refuse_parts_that_schedules_leave_out(decoder: TransformerBlock) -> None:
+    """Raise ConfigError where layers are more than the parts that Megatron-Core's combined schedule calls one by one:
+    a layer's own `forward` is never called there, and the final norm follows experts alone."""
+    why = ""
+    for layer in decoder.layers:
+        if layer._forward_hooks or layer.mlp._forward_hooks or not hasattr(layer.self_attention, "backward_dw"):
+            why = "layers of this model have parts that the combined schedule does not call"
+    if decoder.final_layernorm is not None and len(decoder.layers) and not isinstance(decoder.layers[-1].mlp, MoELayer):
+        why = "the combined schedule leaves out the final norm behind a layer without experts"
+    if why:
+        fix = "--overlap_moe_expert_parallel_comm false"
+        raise ConfigError(Problem("--overlap_moe_expert_parallel_comm true", why, fix))
 
 
 AUX_NAMES = ("aux_loss", "z_loss")
