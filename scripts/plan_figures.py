@@ -212,7 +212,8 @@ COLORS = ("#1f5fb4", "#d9730d", "#2e8b57", "#8e44ad", "#c0392b")
 
 def replaced(text: str, name: str, block: str) -> str:
     """The page with a block between its marks."""
-    begin = f"<!-- {name}: scripts/plan_figures.py writes this -->"
+    script = "plan_order" if name == "order" else "plan_figures"
+    begin = f"<!-- {name}: scripts/{script}.py writes this -->"
     end = f"<!-- end of {name} -->"
     assert begin in text and end in text, f"{PAGE} has no place for {name}"
     return text[: text.index(begin) + len(begin)] + f"\n\n{block}\n\n" + text[text.index(end) :]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from megaswift.memory.layer_activations import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJECTION, QKV, first_width
-from megaswift.memory.microbatch_setup import MicrobatchSetup
+from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 from megaswift.models.spec import LINEAR, VOCABULARY, WINDOW
 from megaswift.models.weights.table import padded_vocabulary_size
 from megaswift.planner.machine import Machine
@@ -235,14 +235,16 @@ def _products_time(
 def _product_seconds(
     setup: MicrobatchSetup, machine: Machine, p: _Product, rate: float, trains: bool
 ) -> tuple[float, float]:
-    """Forward; and the gradients of the input and, if it trains, of the weight, which are added to the main
-    gradient."""
+    """Forward; and the gradients of the input and, if it trains, of the weight, which are added to the main gradient:
+    within Transformer Engine's product, after torch's."""
     flops = 2 * p.rows * p.inner * p.outer / rate
     operands = setup.width * p.rows * (p.inner + p.outer)
     weight = p.inner * p.outer * p.groups
     forward = max(flops, (operands + setup.width * weight) / machine.memory_rate)
     gradient = 2 if setup.options.optim.main_grads_dtype == "bf16" else MAIN_GRADIENT
     of_weight = max(flops, (operands + 2 * gradient * weight) / machine.memory_rate)
+    if setup.kernels.linear == TORCH:
+        of_weight += (setup.width + 2 * gradient) * weight / machine.memory_rate
     return forward, forward + (of_weight if trains else 0.0)
 
 
