@@ -6,14 +6,14 @@ from megaswift.config import SwiftConfig
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine
 from megaswift.memory.activation_bytes import activation_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
+from megaswift.memory.torch_states import (
+    torch_engine_bytes,
+    torch_parameters,
+)
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.layout import Layout
 from megaswift.run.checks.fit import step_options
 from tests.memory.of_config import estimate_of, parameters_of, parts_of
-from tests.memory.torch_engine_bytes import (
-    torch_engine_bytes,
-    torch_parameters,
-)
 
 NATIVE_KERNELS = ComputeKernels(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "bfloat16", True)
 NF4_KERNELS = ComputeKernels(TORCH, TRANSFORMER_ENGINE, "bfloat16", True)
@@ -22,25 +22,17 @@ TORCH_KERNELS = ComputeKernels(TORCH, TORCH, "bfloat16", True)
 
 def bytes_on_the_fullest_gpu(cfg: SwiftConfig, spec: ModelSpec, ranks: int) -> int:
     """At the peak of a step in which every row has max_length tokens."""
-    cfg = cfg.replace(per_device_train_batch_size=cfg.train.per_device_train_batch_size * rows_of_a_sample(cfg))
     if requested_engine(cfg) in (NATIVE, AUTO):
         return native_bytes(cfg, spec, ranks)
     return torch_bytes(cfg, spec, ranks)
 
 
-def rows_of_a_sample(cfg: SwiftConfig) -> int:
-    """A pair is two sequences."""
-    return 2 if cfg.task == "dpo" else 1
-
-
 def native_bytes(cfg: SwiftConfig, spec: ModelSpec, ranks: int) -> int:
-    """The reference model is a second set of the weights."""
+    """The reference model of grpo is a second set of the weights; that of dpo is in the estimate."""
     kernels = NF4_KERNELS if cfg.model.train_type == "qlora" else NATIVE_KERNELS
     layout = Layout.from_config(cfg.parallel, ranks)
     found = estimate_of(cfg, spec, layout, kernels)
-    reference = cfg.model.train_type == "full" and (
-        cfg.task == "dpo" or bool(cfg.task == "grpo" and cfg.preference.beta)
-    )
+    reference = cfg.model.train_type == "full" and cfg.task == "grpo" and bool(cfg.preference.beta)
     return found.total + (found.held.weights if reference else 0)
 
 
