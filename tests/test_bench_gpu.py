@@ -98,7 +98,7 @@ def test_what_fits_a_card_of_139_gib(name: str, tmp_path: Path) -> None:
     assert cfg.model.moe_grouped_gemm_impl == ("transformer_engine" if name.endswith("te_grouped") else "auto")
     products = TORCH if case.method == "qlora" else TRANSFORMER_ENGINE
     kernels = ComputeKernels(products, TRANSFORMER_ENGINE, "bfloat16", True)
-    assert not list(uncovered_features(cfg.model, spec, kernels, None, False))
+    assert not list(uncovered_features(cfg.model, None, False))
     chosen = choose_settings_for_run(cfg, parameters_of(cfg, spec, Layout(1), kernels), usable)
     assert isinstance(chosen, FitChoice) and chosen.after.total <= usable
     assert cfg.replace(**chosen.settings).model.fp8_format == cfg.model.fp8_format, "the rules allow it"

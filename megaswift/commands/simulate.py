@@ -189,7 +189,7 @@ def _times(
     stages = model_chunks_by_stage(spec.num_layers, layout, split)
     kernels = planned_kernels(cfg, spec)
     options = micro_batch_options(cfg, cfg.train.per_device_train_batch_size, passes)
-    covered = not list(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, False))
+    covered = not list(uncovered_features(cfg.model, cfg.lora.adapters, False))
     parameters = TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, split) if covered else None
     forecast = "" if parameters is None else estimate_text(parameters.estimate(options))
     if given.gpu is None or parameters is None:

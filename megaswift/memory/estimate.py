@@ -207,28 +207,12 @@ def usable_bytes(device_memory: int, cuda: bool) -> int:
     return int(device_memory * (1 - FRAGMENTED)) - (CONTEXT if cuda else 0)
 
 
-def uncovered_features(
-    m: ModelConfig, spec: ModelSpec, kernels: ComputeKernels, adapters: str | None, tp_comm_overlap: bool
-) -> Iterator[str]:
+def uncovered_features(m: ModelConfig, adapters: str | None, tp_comm_overlap: bool) -> Iterator[str]:
     """What of a run the formulas do not describe; empty where they do. In words that follow "does not cover".
 
     Args:
         adapters: The folder of trained adapters that the run starts from.
     """
-    extras = spec.features
-    transformer = spec.transformer
-    latent = transformer.get("multi_latent_attention")
-    model: dict[str, object] = {
-        "gated delta nets": any(extras.linear_layers),
-        "latent attention on torch's layers": latent and kernels.attention == TORCH,
-        "latent attention with adapters": latent and m.train_type != "full",
-        "soft caps on attention scores": extras.attention_softcap is not None,
-        "attention sinks": transformer.get("softmax_type", "vanilla") != "vanilla",
-        "a second rotary embedding": extras.rope_local is not None,
-        "queries changed after their rotation": extras.changes_rotated_queries,
-        "layers for multi-token prediction": spec.mtp_layers,
-    }
-    yield from (f"{name} ({spec.family})" for name, present in model.items() if present)
     options: dict[str, object] = {
         "fp8_param_gather": m.fp8_param_gather,
         "megatron_extra_kwargs": m.megatron_extra_kwargs,

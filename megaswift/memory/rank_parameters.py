@@ -36,6 +36,8 @@ from megaswift.parallel.pipeline_split import ModelChunk
 
 EMBEDDING = "embedding."
 """How the embedding's name begins in every weight table."""
+FLOAT32 = ("self_attention.A_log", "self_attention.out_norm_weight")
+"""Ends of the names of parameters that stay in float32 (`engine/megatron/layers/delta_net.py`)."""
 MTP = "mtp."
 """How names of layers for multi-token prediction begin, which lie on the last stage."""
 
@@ -56,6 +58,8 @@ class RankParameter:
     """A tied embedding that the first and the last pipeline stage both hold."""
     adapter: bool = False
     """A matrix of a LoRA adapter."""
+    float32: bool = False
+    """Kept in float32 whatever the model's precision."""
     restored: bool = False
     """A base weight that trains beside adapters: its first values are kept too, for the model without adapters."""
 
@@ -154,7 +158,7 @@ class ParametersByPlace:
     final: RankParameters
     """The final norm and the head."""
     shared: bool
-    """Whether the head is the embedding, which then lies on the first and the last stage."""
+    """Whether the last stage holds the embedding too: as the head, or for multi-token prediction."""
 
     def of_chunk(self, chunk: ModelChunk) -> RankParameters:
         """The parameters of a model chunk."""
@@ -175,7 +179,7 @@ def parameters_by_place(
     pipeline."""
     family = family_of(spec.hf_config)
     sizes = _ShardSizes(spec, layout)
-    shared = layout.pp > 1 and spec.tied
+    shared = layout.pp > 1 and (spec.tied or spec.mtp_layers > 0)
     places = ParametersByPlace(Counter(), {i: Counter() for i in range(spec.num_layers)}, Counter(), shared)
     stacks: Counter[tuple[int | None, str, int]] = Counter()
     """Elements by layer, base weight and number of the adapter's matrix."""
@@ -203,6 +207,7 @@ def parameters_by_place(
             parts.four_bits and product,
             product,
             shared and embeds,
+            float32=rule.megatron.endswith(FLOAT32),
             restored=trains and not parts.full,
         )
         # Add the weight to its place, and the adapters on it.
@@ -235,7 +240,8 @@ class _ShardSizes:
         self.spec = spec
         self.layout = layout
         self.padded = padded_vocabulary_size(spec, layout.tp)
-        self._known: dict[int, int] = {}
+        self._known: dict[int, tuple[WeightRule, int]] = {}
+        """By the rule's identity; the rule is kept, because a later one could be made in its place."""
 
     def _shard(self, rule: WeightRule, expert: int | None) -> TensorParallelShard:
         return TensorParallelShard(self._ranks(expert), 0, self.padded, expert)
@@ -246,8 +252,8 @@ class _ShardSizes:
     def weight(self, rule: WeightRule, expert: int | None) -> int:
         """Elements of a parameter."""
         if id(rule) not in self._known:
-            self._known[id(rule)] = math.prod(shard_shape(rule, self.spec, self._shard(rule, expert)))
-        return self._known[id(rule)]
+            self._known[id(rule)] = (rule, math.prod(shard_shape(rule, self.spec, self._shard(rule, expert))))
+        return self._known[id(rule)][1]
 
     def adapters(
         self, rule: WeightRule, expert: int | None, adapted: Sequence[Projection], parts: TrainedParts

@@ -96,12 +96,14 @@ def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequenc
     for buffer in _gradient_buffers(layout, chunks):
         elements = buffer.padded if sharded else buffer.elements
         own = elements // buffer.replicas if sharded else elements
+        weight_width = 4 if buffer.float32 else width
+        own_main = float32_main_bytes(o) if buffer.float32 else main
         total += HeldBytes(
-            weights=width * elements,
-            gradients=gradient_width * elements,
-            main_weights=main * own,
+            weights=weight_width * elements,
+            gradients=(4 if buffer.float32 else gradient_width) * elements,
+            main_weights=own_main * own,
             moments=moments * own - int(fraction * moments * own),
-            first_values=width * buffer.restored,
+            first_values=weight_width * buffer.restored,
             host=int(fraction * moments * own),
         )
         largest = max(largest, min(own, buffer.largest))
@@ -110,7 +112,7 @@ def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequenc
 
 def _frozen_bytes(chunk: RankParameters, width: int) -> int:
     return sum(
-        n * (p.elements // 2 + 4 * p.elements // BLOCK if p.four_bits else width * p.elements)
+        n * (p.elements // 2 + 4 * p.elements // BLOCK if p.four_bits else (4 if p.float32 else width) * p.elements)
         for p, n in chunk.items()
         if not p.trains
     )
@@ -128,6 +130,11 @@ def _fp8_copies(model: ModelConfig, chunks: Sequence[RankParameters]) -> int:
         return 0
     elements = sum(n * p.elements for chunk in chunks for p, n in chunk.items() if p.product)
     return 2 * elements + (elements // 16 if model.fp8_recipe == "mxfp8" else 0)
+
+
+def float32_main_bytes(o: OptimConfig) -> int:
+    """Bytes of an element's main weight where the weight is in float32: the precision-aware optimizer has a copy."""
+    return 4 if o.precision_aware_optimizer and not o.optimizer_cpu_offload else 0
 
 
 def state_bytes_per_element(o: OptimConfig, dtype: str) -> tuple[int, int]:
@@ -155,6 +162,7 @@ class _GradientBuffer:
     """Those of embeddings tied between pipeline stages, which lie apart."""
     replicas: int
     restored: int
+    float32: bool
 
     @property
     def elements(self) -> int:
@@ -178,14 +186,16 @@ def _rounded_up(n: int, unit: int) -> int:
 
 
 def _gradient_buffers(layout: Layout, chunks: Sequence[RankParameters]) -> Iterator[_GradientBuffer]:
-    """Megatron's DDP makes one for each chunk and kind of replicas."""
+    """Megatron's DDP makes one for each chunk, kind of replicas and precision of the weights."""
     for chunk in chunks:
-        for expert, replicas in ((False, layout.dp * layout.cp), (True, layout.edp)):
-            mine = [(p, n) for p, n in chunk.items() if p.trains and p.expert == expert]
+        dense = layout.dp * layout.cp
+        for expert, float32, replicas in ((False, False, dense), (False, True, dense), (True, False, layout.edp)):
+            mine = [(p, n) for p, n in chunk.items() if p.trains and (p.expert, p.float32) == (expert, float32)]
             if mine:
                 yield _GradientBuffer(
                     tuple((p.elements, n) for p, n in mine if not p.shared),
                     tuple((p.elements, n) for p, n in mine if p.shared),
                     replicas,
                     sum(n * p.elements for p, n in mine if p.restored),
+                    float32,
                 )

@@ -100,8 +100,9 @@ class HeadShape:
 
     def tile_bytes(self, forward: bool) -> int:
         """Bytes of the float32 tiles held at a time, where no kernel fuses the passes over them: differences from the
-        largest logit, beside converted logits or, forward, the powers that the entropy needs."""
-        tiles = 1 + (self.product_bytes < 4 or (forward and "entropy" in self.fields)) + self.extra_tiles
+        largest logit, beside converted or changed logits or, forward, the powers that the entropy needs."""
+        beside = self.product_bytes < 4 or (forward and "entropy" in self.fields)
+        tiles = 1 + max(beside, self.extra_tiles)
         return 4 * tiles * self.width * min(self.rows, tile_rows(self.width))
 
     @property

@@ -41,10 +41,7 @@ def fit_problems(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> list[Prob
     the ranks."""
     if not cfg.train.fit:
         return []
-    from megaswift.run.engines import native_kernels
-
-    kernels = native_kernels(cfg, spec, layout)
-    if uncovered := list(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
+    if uncovered := list(uncovered_features(cfg.model, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         return [Problem(FIT, rule, "--fit false, and choose recompute_granularity and optimizer options yourself")]
     memory = _given_memory(cfg.train.device_memory)
@@ -108,12 +105,9 @@ def _choice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout, memory: int) -> F
 def fit_advice(cfg: SwiftConfig, spec: ModelSpec, layout: Layout) -> str:
     """Return what `--fit true` would choose on this process's GPU, after an out-of-memory error; empty where it would
     change nothing, or does not apply."""
-    from megaswift.run.engines import native_kernels
-
     if cfg.train.fit or cfg.task not in FITTED or requested_engine(cfg) != NATIVE or not _cuda():
         return ""
-    kernels = native_kernels(cfg, spec, layout)
-    if any(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
+    if any(uncovered_features(cfg.model, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         return ""
     chosen = _choice(cfg, spec, layout, _own_gpu())
     if isinstance(chosen, NoFit) or not chosen.settings:

@@ -56,7 +56,6 @@ def planned_kernels(cfg: SwiftConfig, spec: ModelSpec) -> ComputeKernels:
 
 def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Report why a run cannot be planned."""
-    kernels = planned_kernels(cfg, spec)
     problems = []
     if cfg.task not in PLANNED:
         rule = "is not covered by the formulas of plans"
@@ -73,7 +72,7 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     if cfg.task in RL and cfg.rollout.async_generation:
         rule = "plans are for generation and training in turn"
         problems.append(Problem("--async_generation true", rule, "leave it out"))
-    if uncovered := list(uncovered_features(cfg.model, spec, kernels, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
+    if uncovered := list(uncovered_features(cfg.model, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "plan with a similar model, or without the option"))
     return problems
