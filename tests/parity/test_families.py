@@ -159,6 +159,12 @@ def test_variant_trains(variant: str, text: str, pool: Pool, references: Referen
     check(parse(text, model=variant), pool, references)
 
 
+@pytest.mark.parametrize("text", ["recompute=mlp", pytest.param("tp2 sp recompute=mlp", marks=pytest.mark.slow)])
+def test_recomputed_mlps_have_biases(text: str, pool: Pool, references: References) -> None:
+    """Their layer adds the bias, which is no output of the recomputation itself."""
+    check(parse(text, model="llama-bias"), pool, references)
+
+
 @pytest.mark.parametrize(
     "text",
     [

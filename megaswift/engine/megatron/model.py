@@ -344,6 +344,7 @@ def build_model_chunks(
                 refuse_parts_that_schedules_leave_out(model.decoder)
             install_padding_mask_hooks(model.decoder)
             dispatch_to_local_experts(model.decoder)
+        copy_biases_of_recomputed_mlps(model)
         if spec.head != VOCABULARY and model.post_process:
             del model.output_layer
         if spec.scored and model.post_process:
@@ -488,6 +489,22 @@ def finish_weight_gathers(chunks: list[DistributedDataParallel]) -> None:
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             gather_weights_now(chunk)
+
+
+def copy_biases_of_recomputed_mlps(model: torch.nn.Module) -> None:
+    """Let recomputed MLPs return a copy of their bias, which their layer adds.
+
+    The parameter itself would become an output of Megatron-Core's checkpoint: with this as its history the backward
+    pass of the recomputation would begin the same recomputation without end.
+    """
+    for layer in model.modules():
+        if getattr(layer, "recompute_mlp", False):
+            layer.get_submodule("mlp").register_forward_hook(_with_copied_bias)
+
+
+def _with_copied_bias(_: torch.nn.Module, args: Any, out: tuple[Tensor, Tensor | None]) -> Any:
+    output, bias = out
+    return output, None if bias is None else bias.clone()
 
 
 # Megatron-Core's vocabulary-parallel embedding without waits of the host for the device.
