@@ -154,7 +154,7 @@ def described_model(cfg: SwiftConfig) -> ModelSpec:
         return model_spec_for_task(cfg, locate_model(cfg.model, weights=False))
     known = published_model(name)
     if not path.is_file() and known is None:
-        rule = "is no folder, no config.json and no published model in the table"
+        rule = "is not a folder, a config.json or a published model of the table"
         near = difflib.get_close_matches(name.rpartition("/")[2].lower(), MODELS, 3, 0.5)
         fix = f"{', '.join(near)}, or the path of a config.json" if near else "the path of its config.json"
         raise ConfigError(Problem(f"--model {name}", rule, fix))

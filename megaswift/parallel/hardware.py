@@ -159,7 +159,9 @@ def planned_gpu(name: str, hardware: Path | None = None) -> Gpu:
         rule = (
             "is not in the table of GPUs" if gpu is None else "has no figures of products, memory or links in the table"
         )
-        fix = f"{did_you_mean_hint(short, known) or 'one of ' + ', '.join(known)}, or add it in a file: --hardware FILE"
+        hint = did_you_mean_hint(short, known)
+        fix = f"{hint} Else add it in a file" if hint else f"one of {', '.join(known)}, or add it in a file"
+        fix += ": --hardware FILE"
         raise ConfigError(Problem(f"--gpu {name}", rule, fix))
     return gpu
 

@@ -155,8 +155,12 @@ class Simulation:
             moment, _, peak = max(self.traces[rank].memory, key=lambda entry: entry[2])
             stage = str(self.layout.coordinates(rank).pp)
             rows.append((str(rank), stage, bytes_text(start), bytes_text(peak), moment))
-        forecast = f"\n  by the formulas of megaswift plan: {self.forecast}" if self.forecast else ""
-        return f"live tensors:\n{_table(rows)}{forecast}"
+        forecast = (
+            f"\n  by the formulas of megaswift plan, with the run's own layers: {self.forecast}"
+            if self.forecast
+            else ""
+        )
+        return f"live tensors, with torch's layers:\n{_table(rows)}{forecast}"
 
     def _picture(self) -> str:
         shown = self.pipeline

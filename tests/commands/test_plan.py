@@ -130,7 +130,7 @@ def test_rules_that_layouts_break_are_named(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["Qwen/Qwen3-9B", *EIGHT], ["is no folder, no config.json and no published model", "qwen3-8b"]),
+        (["Qwen/Qwen3-9B", *EIGHT], ["is not a folder, a config.json or a published model", "qwen3-8b"]),
         (["qwen3-8b"], ["--gpus: is missing", "--gpu: is missing"]),
         (["qwen3-8b", "--gpus", "8", "--gpu", "h999"], ["is not in the table of GPUs", "--hardware FILE"]),
         (["qwen3-8b", "--gpus", "8", "--gpu", "l40s"], ["has no figures of products, memory or links"]),

@@ -70,7 +70,7 @@ def test_a_run(tmp_path: Path) -> None:
         ("Qwen/Qwen3-8B --world 6 --tp 4", ("requires a multiple of 4", "--world")),
         ("Qwen/Qwen3-8B --world 8 --tp 3", ("--tp 3",)),
         ("Qwen/Qwen3-8B --world 8 --pp 8 --vpp 7", ("--vpp 7",)),
-        ("Qwen/Qwen3-9B --world 8", ("no published model", "qwen3-8b")),
+        ("Qwen/Qwen3-9B --world 8", ("a published model", "qwen3-8b")),
         ("Qwen/Qwen3-8B --world 8 --task grpo", ("task grpo", "cannot be simulated")),
         ("Qwen/Qwen3-8B --world 8 --train_type qlora", ("qlora", "is not simulated")),
         ("Qwen/Qwen3-8B --world 8 --engine fsdp2", ("--engine fsdp2",)),

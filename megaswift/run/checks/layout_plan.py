@@ -15,7 +15,7 @@ from megaswift import log
 from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine, uses_model_parallelism
-from megaswift.errors import ConfigError, Problem
+from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.folders.source import locate_model
 from megaswift.memory.estimate import TrainedModel, uncovered_features, usable_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels
@@ -58,8 +58,8 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     """Report why a run cannot be planned."""
     problems = []
     if cfg.task not in PLANNED:
-        rule = "is not covered by the formulas of plans"
-        problems.append(Problem(f"task {cfg.task}", rule, f"--task {', '.join(PLANNED)}"))
+        fix = did_you_mean_hint(cfg.task, PLANNED) or f"one of {', '.join(PLANNED)}"
+        problems.append(Problem(f"--task {cfg.task}", "is not a task that plans cover", fix))
     engine = requested_engine(cfg)
     if engine in KINDS:
         if torch_runs := list(uncovered_torch_runs(cfg.task, cfg.model, cfg.lora, cfg.optim, spec)):
