@@ -128,7 +128,7 @@ def _ranks(text: str | None, world: int) -> list[int]:
 def _run_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     """What of a run cannot be simulated."""
     if cfg.task not in TASKS:
-        yield Problem(f"task {cfg.task}", "cannot be simulated: its steps depend on values", "--task sft or pt")
+        yield Problem(f"--task {cfg.task}", "cannot be simulated: its steps depend on values", "--task sft or pt")
     if requested_engine(cfg) not in (NATIVE, AUTO):
         yield Problem(f"--engine {cfg.engine.engine}", "is not simulated, only the native one is", "--engine megatron")
     m = cfg.model

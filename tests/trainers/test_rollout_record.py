@@ -169,6 +169,7 @@ def test_mistakes_are_told_before_the_first_step(folder: Path, tmp_path: Path) -
     trained(folder, tmp_path / "whole", "--save_rollouts", saved)
     for name, options, said in (
         ("twice", ("--save_rollouts", saved), "has the rollouts of another run"),
+        ("nowhere", ("--replay_rollouts", tmp_path / "nowhere"), "is not a folder with rollouts"),
         ("long", ("--replay_rollouts", saved, "--max_steps", 9), "has 3 generations, and the run takes 5"),
         ("size", ("--replay_rollouts", saved, "--generation_batch_size", 8), "16 completions a generation"),
         ("seed", ("--replay_rollouts", saved, "--seed", 5), "answers row"),

@@ -88,6 +88,8 @@ class RolloutReader:
             ConfigError: They have another size, or are fewer.
             CheckpointError: A file is damaged.
         """
+        if not self.files:
+            raise ConfigError(Problem(self.what, "is not a folder with rollouts", "the folder of --save_rollouts"))
         for path in self.files.values():
             found = len(_read(path)["total"])
             if found != size:
