@@ -573,8 +573,8 @@ def rows(number: int = ROWS, seed: int = SEED) -> list[TableRow]:
 
 
 ENDING = (("gpt_oss", "single", True), ("gpt_oss", "dp2 do", True), ("llama-bias", "tp2", False))
-"""Family, layout and modules of rows that end with an error of autograd, or hang, with layers computed again: not yet
-explained."""
+"""Family, layout and modules of rows that have no count: with layers computed again, those of gpt_oss end with an error
+of autograd that is not explained yet; that of llama-bias could not end when the rows were counted."""
 
 
 def _uneven(row: TableRow) -> bool:
