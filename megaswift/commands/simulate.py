@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         spec = described_model(cfg)
         layout = _layout(cfg, spec, given.world)
         batch_plan(cfg.train, layout.dp)
-    ranks = _ranks(given.ranks, given.world)
+    ranks = _ranks(given.ranks)
     simulated, left_out = as_on_gpus(cfg)
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU would be computed on
@@ -121,7 +121,7 @@ def _problems(given: argparse.Namespace) -> Iterator[Problem]:
         yield Problem(f"--output {given.output}", "is not a file name ending in .json", "--output simulation.json")
 
 
-def _ranks(text: str | None, world: int) -> list[int]:
+def _ranks(text: str | None) -> list[int]:
     return [] if text is None else sorted({int(rank) for rank in text.split(",")})
 
 
@@ -130,7 +130,7 @@ def _run_problems(cfg: SwiftConfig) -> Iterator[Problem]:
     if cfg.task not in TASKS:
         yield Problem(f"--task {cfg.task}", "cannot be simulated: its steps depend on values", "--task sft or pt")
     if requested_engine(cfg) not in (NATIVE, AUTO):
-        yield Problem(f"--engine {cfg.engine.engine}", "is not simulated, only the native one is", "--engine megatron")
+        yield Problem(f"--engine {cfg.engine.engine}", "is not simulated; the native one is", "--engine megatron")
     m = cfg.model
     unsupported: dict[str, object] = {
         f"--train_type {m.train_type}": m.train_type == "qlora",

@@ -111,7 +111,7 @@ class DataConfig:
     )
     max_tokens_per_batch: int | None = option(
         None,
-        "Micro-batches of as many samples as fit into so many tokens",
+        "Maximum tokens of a micro-batch, in place of a number of samples",
         minimum=1,
         unit="tokens",
         tasks=SUPERVISED,

@@ -73,7 +73,7 @@ _OVERLAP_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
             or (c.model.recompute_granularity == "selective" and not c.model.recompute_modules)
             or _recomputes(c, "moe")
         ),
-        "does not compute experts or whole layers again: their parts run apart",
+        "cannot recompute experts or whole layers: the schedule runs their parts separately",
         "--recompute_granularity selective --recompute_modules moe_act layernorm",
     ),
     (

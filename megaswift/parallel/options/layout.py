@@ -157,7 +157,7 @@ class ParallelConfig:
     )
     overlap_moe_expert_parallel_comm: bool = option(
         False,
-        "Run exchanges of tokens behind another micro-batch's pass (not run on a GPU)",
+        "Overlap expert all-to-all with another micro-batch's pass (not run on a GPU)",
         only_with={"engine": ("megatron", "auto"), "train_type": "full"},
     )
     overlap_p2p_comm: bool | None = option(
