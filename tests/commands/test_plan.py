@@ -135,7 +135,7 @@ def test_rules_that_layouts_break_are_named(capsys: pytest.CaptureFixture[str]) 
         (["qwen3-8b", "--gpus", "8", "--gpu", "h999"], ["is not in the table of GPUs", "--hardware FILE"]),
         (["qwen3-8b", "--gpus", "8", "--gpu", "l40s"], ["has no figures of products, memory or links"]),
         (["qwen3-8b", "--gpus", "12", "--gpu", "h100"], ["is no multiple of --gpus_per_node 8"]),
-        (["qwen3-8b", *EIGHT, "--task", "gkd", "--teacher_model", "t"], ["is not covered"]),
+        (["qwen3-8b", *EIGHT, "--task", "gkd", "--teacher_model", "t"], ["is not a task that plans cover"]),
         (["qwen3-30b-a3b", *EIGHT, "--engine", "fsdp2"], ["do not cover the family qwen3_moe"]),
         (["qwen3-8b", *EIGHT, "--mxa_length", "4096"], ["--mxa_length"]),
         (["qwen3-8b", *EIGHT, "--output", "plan.txt"], ["is not a file name ending in .json"]),

@@ -65,7 +65,7 @@ GATED_DELTA_NET: tuple[BlockAxis, ...] = (
         "--cuda_graph_impl none",
     ),
     PREFIX_SHARING,
-    BlockAxis("`--fit`", "the memory estimate does not cover gated delta nets", "fit"),
+    BlockAxis("`--fit`"),
 )
 BLOCKS = {"gated delta nets": GATED_DELTA_NET}
 """Columns of the table in docs/families.md."""

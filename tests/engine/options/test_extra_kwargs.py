@@ -169,14 +169,14 @@ def test_the_schedules_call_a_forward_step_in_no_other_way() -> None:
         "return_schedule_plan": "overlap_moe_expert_parallel_comm",
         "checkpoint_activations_microbatch": "num_microbatches_with_partial_activation_checkpoints",
     }
-    assert beyond == set(fields) and set(fields.values()) <= set(ANOTHER_SCHEDULE)
+    assert beyond == set(fields) and set(fields.values()) <= {*ANOTHER_SCHEDULE, "overlap_moe_expert_parallel_comm"}
 
 
 def test_fields_of_schedules_given_as_options() -> None:
-    """Their default changes nothing; the advice is not to give them as --megatron_extra_kwargs."""
+    """The advice is the option, not --megatron_extra_kwargs."""
     option = transformer_config_option("overlap_moe_expert_parallel_comm")
-    assert option is not None and option.accepts("false") and not option.accepts("true")
-    assert option.otherwise == "leave it out" and "schedule" in option.reason
+    assert option is not None and not option.accepts("true")
+    assert option.otherwise == "--overlap_moe_expert_parallel_comm"
     assert extra_kwargs_problems({"cuda_graph_scope": '["attn"]'}, {}) == []
 
 

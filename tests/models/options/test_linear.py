@@ -103,6 +103,6 @@ def test_a_refusal_ends_with_2_before_a_model_is_built(
     built: list[int] = []
     monkeypatch.setattr("megaswift.run.build.make_engine", lambda *_: built.append(1))
     with pytest.raises(SystemExit) as ended:
-        main(["sft", *inputs, "--fit", "true"])
+        main(["sft", *inputs, "--fp8_format", "hybrid"])
     told = capsys.readouterr().err
-    assert ended.value.code == 2 and not built and "the memory estimate does not cover gated delta nets" in told
+    assert ended.value.code == 2 and not built and "projections were not compared in FP8" in told
