@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megaswift.models.weights.table import padded_vocabulary_size  # noqa: E402
+from scripts.page_blocks import replaced  # noqa: E402
 from tests.memory.table import (  # noqa: E402
     COUNTS,
     Counted,
@@ -44,6 +45,7 @@ from tests.parity.cases import parse  # noqa: E402
 from tests.parity.pool import shared  # noqa: E402
 from tests.te.sources import RELEASES  # noqa: E402
 
+SCRIPT = "memory_table.py"
 PAGE = ROOT / "docs/memory.md"
 Counts = Mapping[TableRow, Sequence[Counted]]
 
@@ -125,7 +127,7 @@ GROUPS: dict[str, Callable[[TableRow], bool]] = {
 
 
 def special(row: TableRow) -> bool:
-    """Whether a family has a mixer that is not plain attention."""
+    """Return whether a family has a mixer that is not plain attention."""
     spec = spec_of(row.family)
     return bool(spec.transformer.get("multi_latent_attention") or spec.linear_layer_count)
 
@@ -134,8 +136,8 @@ def special(row: TableRow) -> bool:
 
 
 def comparable(row: TableRow) -> bool:
-    """Whether the other estimates can express a row: full fine-tuning with Adam in bfloat16, sequence parallelism
-    wherever there is tensor parallelism, no context parallelism, nothing recomputed but attention."""
+    """Return whether the other estimates can express a row: full fine-tuning with Adam in bfloat16, sequence
+    parallelism wherever there is tensor parallelism, no context parallelism, nothing recomputed but attention."""
     case = parse(row.text)
     o = row.options
     plain = o["torch_dtype"] == "bfloat16" and not {"train_type", "optimizer", "precision_aware_optimizer"} & set(o)
@@ -210,7 +212,7 @@ def module_at(path: str, name: str) -> Any:
 
 
 def stand_ins() -> None:
-    """What the two files import and do not use here."""
+    """Make modules for what the two files import and do not use here."""
     import torch.nn.functional as F
 
     names = {
@@ -275,14 +277,6 @@ def others_text(counts: Counts, errors: Mapping[TableRow, Errors]) -> str | None
     return "\n".join(lines)
 
 
-def replaced(text: str, name: str, block: str) -> str:
-    """The page with a block between its marks."""
-    begin = f"<!-- {name}: scripts/memory_table.py writes this -->"
-    end = f"<!-- end of {name} -->"
-    assert begin in text and end in text, f"{PAGE} has no place for {name}"
-    return text[: text.index(begin) + len(begin)] + f"\n\n{block}\n\n" + text[text.index(end) :]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Counts, and writes or checks; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,9 +289,9 @@ def main(argv: list[str] | None = None) -> int:
         count_missing(counts)
     errors = {row: errors_of(row, ranks) for row, ranks in counts.items()}
     text = PAGE.read_text(encoding="utf-8")
-    fresh = replaced(text, "errors", errors_text(errors))
+    fresh = replaced(text, "errors", errors_text(errors), SCRIPT)
     if (others := others_text(counts, errors)) is not None:
-        fresh = replaced(fresh, "other estimates", others)
+        fresh = replaced(fresh, "other estimates", others, SCRIPT)
     if arguments_given.json:
         listed = [
             {"family": row.family, "layout": row.layout, "te": row.te, "options": dict(row.options), **vars(error)}

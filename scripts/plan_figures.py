@@ -25,9 +25,11 @@ from megaswift.config import load_config  # noqa: E402
 from megaswift.parallel.hardware import FITTED, Shares, planned_gpu  # noqa: E402
 from megaswift.planner.machine import Machine  # noqa: E402
 from megaswift.run.checks.layout_plan import plan_run, row_text  # noqa: E402
+from scripts.page_blocks import replaced  # noqa: E402
 from scripts.published_steps import FAR, Forecast, judged, prepared, published  # noqa: E402
 
 PAGE = ROOT / "docs/plan.md"
+SCRIPT = "plan_figures.py"
 CONFIGS = ROOT / "configs/by_size"
 PICTURES = ROOT / "docs/images"
 CLAIMED = "h100"
@@ -79,7 +81,7 @@ CAUSES: tuple[tuple[str, str, str], ...] = (
 
 
 def suspected(one: Forecast) -> str:
-    """What may be the cause of a forecast that is far from the published figure."""
+    """Return a possible cause of a forecast that is far from the published figure."""
     step = one.step
     where = f"{step.gpu} {step.group[1]}"
     return next(c for place, name, c in CAUSES if where.endswith(place) and step.name.startswith(name))
@@ -210,15 +212,6 @@ def draw(found: Sequence[Forecast], picture: Path) -> None:
 COLORS = ("#1f5fb4", "#d9730d", "#2e8b57", "#8e44ad", "#c0392b")
 
 
-def replaced(text: str, name: str, block: str) -> str:
-    """The page with a block between its marks."""
-    script = "plan_order" if name == "order" else "plan_figures"
-    begin = f"<!-- {name}: scripts/{script}.py writes this -->"
-    end = f"<!-- end of {name} -->"
-    assert begin in text and end in text, f"{PAGE} has no place for {name}"
-    return text[: text.index(begin) + len(begin)] + f"\n\n{block}\n\n" + text[text.index(end) :]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Writes or checks; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -227,10 +220,10 @@ def main(argv: list[str] | None = None) -> int:
     found = judged()
     text = fresh = PAGE.read_text(encoding="utf-8")
     for name, words in COMMANDS.items():
-        fresh = replaced(fresh, name, output(words))
-    fresh = replaced(fresh, "constants", constants_text())
-    fresh = replaced(fresh, "errors", errors_text(found))
-    fresh = replaced(fresh, "allocated", memory_text())
+        fresh = replaced(fresh, name, output(words), SCRIPT)
+    fresh = replaced(fresh, "constants", constants_text(), SCRIPT)
+    fresh = replaced(fresh, "errors", errors_text(found), SCRIPT)
+    fresh = replaced(fresh, "allocated", memory_text(), SCRIPT)
     files = {PAGE: (text, fresh)}
     for file in sorted(CONFIGS.glob("*.yaml")):
         text = file.read_text(encoding="utf-8")

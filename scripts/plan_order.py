@@ -26,10 +26,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from plan_figures import PAGE, replaced  # noqa: E402
+
+from scripts.page_blocks import replaced  # noqa: E402
+
+PAGE = ROOT / "docs/plan.md"
 
 SIZES = {
     "hidden_size": 512,
@@ -40,15 +43,17 @@ SIZES = {
     "head_dim": 64,
     "vocab_size": 4096,
 }
-ROWS, LENGTH = 16, 256
-"""Rows of a step, and tokens of a row."""
+ROWS = 16
+"""Rows of a step."""
+LENGTH = 256
+"""Tokens of a row."""
 STEPS = 3
 APART = 0.1
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a step's rows are trained."""
+    """A way of training a step's rows."""
 
     rows: int
     """Rows of a micro-batch."""
@@ -165,10 +170,14 @@ def machine() -> Any:
     from megaswift.parallel.hardware import Gpu, Shares
     from megaswift.planner.machine import Machine
 
-    t, h, f = 4 * LENGTH, SIZES["hidden_size"], SIZES["intermediate_size"]
-    left, right = torch.randn(t, h), torch.randn(h, 2 * f)
+    t = 4 * LENGTH
+    h = SIZES["hidden_size"]
+    f = SIZES["intermediate_size"]
+    left = torch.randn(t, h)
+    right = torch.randn(h, 2 * f)
     products = 2 * t * h * 2 * f / seconds(lambda: left @ right)
-    heads, width = SIZES["num_attention_heads"], SIZES["head_dim"]
+    heads = SIZES["num_attention_heads"]
+    width = SIZES["head_dim"]
     q = torch.randn(4, heads, LENGTH, width)
     rule = AttentionRule(width**-0.5, None, None, None, 0.0)
     from megaswift.engine.megatron.microbatch import RowDocuments
@@ -242,7 +251,7 @@ def main() -> int:
     print("\n".join(lines))
     if given.write:
         block = "\n".join(["```text", *lines, "```"])
-        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), "order", block), encoding="utf-8")
+        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), "order", block, "plan_order.py"), encoding="utf-8")
     return int(wrong > 0)
 
 

@@ -69,7 +69,7 @@ class Step:
 
     @property
     def fp8(self) -> bool:
-        """Whether products are in FP8 or MXFP8."""
+        """Return whether products are in FP8 or MXFP8."""
         return self.precision != "bf16"
 
     @property
@@ -79,7 +79,7 @@ class Step:
 
     @property
     def layout(self) -> Layout:
-        """Its layout."""
+        """Return the row's layout."""
         return Layout(self.gpus, self.tp, self.pp, self.vpp, self.cp, self.ep, sequence_parallel=self.tp > 1)
 
     @property

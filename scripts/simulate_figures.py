@@ -7,13 +7,17 @@ python scripts/simulate_figures.py 8b       # rewrite one
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.page_blocks import replaced  # noqa: E402
+
+SCRIPT = "simulate_figures.py"
 PAGE = ROOT / "docs/simulate.md"
 SIZES = "configs/by_size"
 COMMANDS = {
@@ -51,19 +55,11 @@ def simulated(name: str) -> str:
     return "```text\n" + "\n".join([*lines, "", own]) + "\n```"
 
 
-def replaced(text: str, name: str, block: str) -> str:
-    """The page with a block between its marks."""
-    begin = f"<!-- {name}: scripts/simulate_figures.py writes this -->"
-    end = f"<!-- end of {name} -->"
-    assert begin in text and end in text, f"{PAGE} has no place for {name}"
-    return re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}\n\n{block}\n\n{end}", text, flags=re.S)
-
-
 def main(names: list[str]) -> int:
     """Write the blocks."""
     for name in names or COMMANDS:
         block = simulated(name)
-        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), name, block), encoding="utf-8")
+        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), name, block, SCRIPT), encoding="utf-8")
     return 0
 
 

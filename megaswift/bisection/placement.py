@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a rank of a layout holds, in Megatron's order, and the inverse.
+"""Finds the part of a whole tensor that a rank of a layout holds, in Megatron's order, and the inverse.
 
 Activations are [tokens, columns]: tokens with the position first ([s x b]), by context parallelism in zigzag order and
 by sequence parallelism in parts; columns by tensor parallelism, those of fused products as the weights' rows lie.

@@ -292,7 +292,9 @@ class _Pass:
         """The weights of all experts, 0 for those that are not chosen."""
         if not isinstance(out, tuple) or len(out) < 3:
             return
-        logits, scores, chosen = out[0], out[1], out[-1]
+        logits = out[0]
+        scores = out[1]
+        chosen = out[-1]
         self.routers.append((self._valid(logits), self._valid(chosen)))
         if scores.shape != chosen.shape:
             self._record(name, scores)

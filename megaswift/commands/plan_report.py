@@ -1,4 +1,4 @@
-"""What `megaswift plan` shows: the table of layouts, the parts of one row, a JSON file, a picture, a run's file."""
+"""Shows a plan: the table of layouts, the parts of one row, a JSON file, a picture, a run's file."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _ranks(text: str | None) -> list[int]:
 
 
 def _run_problems(cfg: SwiftConfig) -> Iterator[Problem]:
-    """What of a run cannot be simulated."""
+    """Report what of a run cannot be simulated."""
     if cfg.task not in TASKS:
         yield Problem(f"--task {cfg.task}", "cannot be simulated: its steps depend on values", "--task sft or pt")
     if requested_engine(cfg) not in (NATIVE, AUTO):

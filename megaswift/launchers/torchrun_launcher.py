@@ -34,7 +34,7 @@ SAME_SIGNAL_SECONDS = 3.0
 
 
 def requests_worker_processes(launch: LaunchConfig) -> bool:
-    """Whether a number of processes or machines was said; if not, the run is this very process."""
+    """Return whether a number of processes or machines was said; if not, the run is this very process."""
     return (
         launch.nproc_per_node is not None or launch.nnodes is not None or launcher_entry(launch.launcher).always_starts
     )

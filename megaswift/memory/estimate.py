@@ -77,7 +77,7 @@ class TrainedModel:
         return replace(cls.of(model, lora, spec, kernels), critic=cls.of(model, lora, with_scalar_head(spec), kernels))
 
     def on(self, layout: Layout, split: PipelineSplit) -> RunParameters:
-        """Its parameters on the ranks of a layout."""
+        """Return the model's parameters on the ranks of a layout."""
         torch_products = self.kernels.linear == TORCH
         grouped = groups_experts(self.model, self.parts.dora, self.spec, layout.etp, self.kernels.width, torch_products)
         key = (layout.tp, layout.ep, layout.etp, layout.pp > 1, grouped)
@@ -186,7 +186,7 @@ class RunParameters:
 
 
 def _while_sampling(held: HeldBytes, rollout: Rollout) -> HeldBytes:
-    """What stays on the device of a model while completions are written."""
+    """Return what stays on the device of a model while completions are written."""
     if rollout.without_optimizer:
         held = replace(held, gradients=0, main_weights=0, moments=0)
     return replace(held, weights=0, fp8_copies=0) if rollout.without_model else held
@@ -208,7 +208,7 @@ def usable_bytes(device_memory: int, cuda: bool) -> int:
 
 
 def uncovered_features(m: ModelConfig, adapters: str | None, tp_comm_overlap: bool) -> Iterator[str]:
-    """What of a run the formulas do not describe; empty where they do. In words that follow "does not cover".
+    """Name what of a run the formulas do not describe; empty where they do. In words that follow "does not cover".
 
     Args:
         adapters: The folder of trained adapters that the run starts from.

@@ -1,4 +1,4 @@
-"""What a decoder layer keeps for the backward pass, tensor by tensor.
+"""Counts what a decoder layer keeps for the backward pass, tensor by tensor.
 
 Owns the formulas, one line a tensor: b rows of s / cp tokens, t tokens in all (r = t / tp of them under sequence
 parallelism), w bytes an element, h hidden size, a and k the widths of this rank's queries and keys, f and e the inner
@@ -185,14 +185,15 @@ def _attention(setup: MicrobatchSetup, layer: int, again: bool) -> Kept:
 
 
 def _norms_a_view(setup: MicrobatchSetup) -> bool:
-    """Whether the norm of keys keeps the joined projections whole, of which no copy to float32 takes the keys alone."""
+    """Return whether the norm of keys keeps the joined projections whole, of which no copy to float32 takes the keys
+    alone."""
     features = setup.spec.features
     per_head = setup.spec.qk_norm and features.qk_norm_width == "head" and not features.changes_rotated_queries
     return setup.kernels.attention == TORCH and setup.width == 4 and per_head
 
 
 def _joined_width(setup: MicrobatchSetup) -> int:
-    """Of queries, keys, values and output gates on this rank."""
+    """Return the width of queries, keys, values and output gates on this rank."""
     spec = setup.spec
     queries = 2 if spec.transformer.get("attention_output_gate") else 1
     return queries * setup.head_width + 2 * setup.kv_heads * spec.head_dim
@@ -204,7 +205,7 @@ def _rotates(setup: MicrobatchSetup, layer: int) -> bool:
 
 
 def _cosine_and_sine(setup: MicrobatchSetup, layer: int) -> Kept:
-    """Of the angles of a layer's queries and keys, where no kernel rotates these by the angles themselves."""
+    """Return the bytes of a layer's cosine and sine, where no kernel rotates by the angles themselves."""
     spec = setup.spec
     if setup.rotates_in_a_kernel or not _rotates(setup, layer):
         return {}
@@ -235,8 +236,11 @@ def _core(setup: MicrobatchSetup, layer: int) -> Kept:
 
 
 def _core_with_sinks(setup: MicrobatchSetup, layer: int) -> Kept:
-    """Of torch's attention: heads are wider by some columns, keys and values have a row more for each run of queries,
-    and so have queries without a mask (`engine/document_attention.py`)."""
+    """Return the bytes of torch's attention with sinks.
+
+    Heads are wider by some columns; keys and values have a row more for each run of queries, and so have queries
+    without a mask (`engine/document_attention.py`).
+    """
     w = setup.width
     runs = setup.runs(layer)
     width = setup.heads * (setup.spec.head_dim + SINK_COLUMNS)

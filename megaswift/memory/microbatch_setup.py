@@ -1,4 +1,5 @@
-"""What the activations of a micro-batch depend on: whose kernels compute, in which precision, on which tokens."""
+"""The setup on which the activations of a micro-batch depend: whose kernels compute, in which precision, on which
+tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ ATTENTION_BLOCK = 1024
 
 @dataclass(frozen=True)
 class ComputeKernels:
-    """What computes on a device."""
+    """The kernels that compute on a device."""
 
     linear: str
     """Whose products, norms and experts: `transformer_engine` or `torch`."""
@@ -40,7 +41,7 @@ class ComputeKernels:
 
 
 def scales_rotations(rope: RopeSpec) -> bool:
-    """Whether cosine and sine are multiplied by a factor (YaRN, arXiv:2309.00071; LongRoPE, arXiv:2402.13753)."""
+    """Return whether cosine and sine have a factor (YaRN, arXiv:2309.00071; LongRoPE, arXiv:2402.13753)."""
     scaling = rope.scaling or {}
     kind = scaling.get("rope_type")
     if kind not in ("yarn", "longrope"):
@@ -77,7 +78,7 @@ class MicrobatchSetup:
 
     @property
     def packed(self) -> bool:
-        """Whether the rows lie one after another in one row, as its documents."""
+        """Return whether the rows lie one after another in one row, as its documents."""
         return self.options.shares_rows
 
     @property
@@ -87,7 +88,7 @@ class MicrobatchSetup:
 
     @property
     def shares_angles(self) -> bool:
-        """Whether all micro-batches have the same rotary angles: Transformer Engine's attention counts within
+        """Return whether all micro-batches have the same rotary angles: Transformer Engine's attention counts within
         documents."""
         return self.kernels.attention != TORCH and self._rotates_last
 
@@ -102,7 +103,7 @@ class MicrobatchSetup:
 
     @property
     def _rotates_last(self) -> bool:
-        """Whether Megatron-Core rotates queries and keys, right before attention."""
+        """Return whether Megatron-Core rotates queries and keys, right before attention."""
         latent = self.spec.transformer.get("multi_latent_attention")
         return not latent and not self.spec.features.changes_rotated_queries
 
@@ -144,14 +145,14 @@ class MicrobatchSetup:
 
     @property
     def grouped_experts(self) -> bool:
-        """Whether all experts of a rank are multiplied in one product."""
+        """Return whether all experts of a rank are multiplied in one product."""
         model = self.options.model
         dora = self.parts.dora
         return groups_experts(model, dora, self.spec, self.layout.etp, self.width, self.kernels.linear == TORCH)
 
     @property
     def torch_experts(self) -> bool:
-        """Whether torch multiplies experts that are grouped (`engine/megatron/transformer_config.py`)."""
+        """Return whether torch multiplies experts that are grouped (`engine/megatron/transformer_config.py`)."""
         model = self.options.model
         if torch_multiplies(model, self.kernels.linear == TORCH):
             return True
@@ -159,12 +160,12 @@ class MicrobatchSetup:
         return model.train_type == "lora" and whole and self.kernels.dtype == "bfloat16"
 
     def windowed(self, layer: int) -> bool:
-        """Whether a layer's attention has the model's window."""
+        """Return whether a layer's attention has the model's window."""
         return self.spec.layer_kinds[layer].mixer == WINDOW
 
     @property
     def rotates_in_a_kernel(self) -> bool:
-        """Whether Transformer Engine's kernel rotates queries and keys."""
+        """Return whether Transformer Engine's kernel rotates queries and keys."""
         pairs = self.spec.transformer.get("rotary_interleaved") and self.packed
         if pairs and not megatron_version_at_least("0.17"):
             return False
@@ -193,7 +194,7 @@ class MicrobatchSetup:
         return [(queries, keys, masked) for queries, keys, masked in found for _ in range(self.rows)]
 
     def joins_runs(self, layer: int) -> bool:
-        """Whether torch's attention computes a row in several products, whose outputs are joined in a copy."""
+        """Return whether torch's attention computes a row in several products, whose outputs are joined in a copy."""
         several = self.packed and self.rows > 1
         return self.kernels.attention == TORCH and (len(self.runs(layer)) > self.rows or several)
 

@@ -1,5 +1,5 @@
-"""What a task asks of a training step besides passes over its rows: documents of a row, outputs of the head, forward
-passes before the step, and a copy of the weights of a reference.
+"""The demands of a task on a training step besides passes over its rows: documents of a row, outputs of the head,
+forward passes before the step, and a copy of the weights of a reference.
 
 Owns these facts by task, from the options alone; the losses themselves are `megaswift/losses`.
 """
@@ -93,8 +93,9 @@ def forward_passes_before_step(cfg: SwiftConfig) -> float:
 
 
 def _policy_passes(cfg: SwiftConfig) -> float:
-    """Of a policy's model (`RlSettings.forward_passes`): its own log-probabilities before the first of several steps on
-    a generation, or apart from the sampler's, and the reference's; for entropies and covariances before each step."""
+    """Return the passes of a policy's model (`RlSettings.forward_passes`): its own log-probabilities before the first
+    of several steps on a generation, or apart from the sampler's, and the reference's; for entropies and covariances
+    before each step."""
     rl = cfg.rl
     steps = rl.num_iterations > 1 or rl.generation_batch_size is not None or rl.steps_per_generation is not None
     apart = corrects_sampler_mismatch(cfg) or kl_in_reward_of(cfg) or advantage_estimator_entry_of(cfg).teacher

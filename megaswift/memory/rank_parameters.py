@@ -70,7 +70,7 @@ RankParameters = Counter[RankParameter]
 
 @dataclass(frozen=True)
 class TrainedParts:
-    """What of a model trains, from the options."""
+    """The parts of a model that train, from the options."""
 
     full: bool
     frozen: tuple[str, ...]
@@ -116,7 +116,7 @@ class TrainedParts:
 
     @property
     def alike_by_kind(self) -> bool:
-        """Whether layers of a kind with the same adapters, and their experts, train alike."""
+        """Return whether layers of a kind with the same adapters, and their experts, train alike."""
         return not self.frozen and not any(re.search(r"\.\d+\.", name) for name in self.saved)
 
     @cached_property
@@ -139,7 +139,7 @@ class TrainedParts:
         return self._counted_alike[key]
 
     def trains(self, names: Sequence[str]) -> bool:
-        """Whether the parameter that is made of these Hugging Face tensors trains."""
+        """Return whether the parameter that is made of these Hugging Face tensors trains."""
         if self.full:
             frozen, thawed = (
                 any(re.search(pattern, name) for pattern in patterns for name in names)
@@ -151,7 +151,7 @@ class TrainedParts:
 
 @dataclass(frozen=True)
 class ParametersByPlace:
-    """What the first rank of each place of the model holds."""
+    """The parameters that the first rank of each place of the model holds."""
 
     embedding: RankParameters
     layers: Mapping[int, RankParameters]

@@ -16,7 +16,7 @@ TRANSFORMERS = "transformers"
 
 @dataclass(frozen=True)
 class Rollout:
-    """How completions are sampled."""
+    """The way in which completions are sampled."""
 
     backend: str
     completion: int

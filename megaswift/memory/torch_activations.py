@@ -38,7 +38,7 @@ class TorchSetup:
 
     @property
     def autocast(self) -> bool:
-        """Whether products are in half precision between float32 tensors."""
+        """Return whether products are in half precision between float32 tensors."""
         return self.kind in WHOLE_MODEL and self.setup.width == 2
 
     @property
@@ -116,8 +116,11 @@ def _linear(
         return {}
     kept = {f"{module} adapters": adapters * s.tokens * s.parts.rank * s.width}
     if s.options.lora_dropout > 0:
-        mask = 1 if s.kernels.cuda else (4 if one.autocast else s.width)
-        mask = 0 if layer == 0 and module == QKV else mask  # whose input needs no gradient
+        mask = 4 if one.autocast else s.width
+        if s.kernels.cuda:
+            mask = 1
+        if layer == 0 and module == QKV:  # whose input needs no gradient
+            mask = 0
         return kept | {f"{module} dropped": adapters * elements * (s.width + mask)}
     copies = adapters if one.autocast else int(not held)  # PEFT casts to float32 before autocast
     return kept | {f"{module} input": copies * s.width * elements}

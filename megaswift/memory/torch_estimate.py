@@ -24,7 +24,7 @@ KINDS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 def uncovered_torch_runs(
     task: str, model: ModelConfig, lora: LoraConfig, optim: OptimConfig, spec: ModelSpec
 ) -> Iterator[str]:
-    """What of a run on a torch engine the formulas do not describe; empty where they do."""
+    """Name what of a run on a torch engine the formulas do not describe; empty where they do."""
     found: dict[str, object] = {
         f"task {task}": task not in LANGUAGE,
         f"the family {spec.family}": spec.family not in FAMILIES,

@@ -31,8 +31,10 @@ from megaswift.models.family import family_of
 from megaswift.models.spec import ModelSpec
 from megaswift.models.weights.table import expand_weight_table, format_rule_name
 
-BLOCK, SMALLEST = 256, 4096
-"""Of bitsandbytes' 8-bit states: elements that share a scale, and from how many elements on a parameter has them."""
+BLOCK = 256
+"""Elements of bitsandbytes' 8-bit states that share a scale."""
+SMALLEST = 4096
+"""Elements from which on a parameter has such states."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class TorchParameter:
 
 
 def torch_parameters(spec: ModelSpec, parts: TrainedParts) -> list[TorchParameter]:
-    """Of a model of a supported family with its adapters; experts that transformers stacks count one by one."""
+    """Yield the parameters of a model of a supported family with its adapters; experts that transformers stacks count
+    one by one."""
     found: dict[str, TorchParameter] = {}
     for rule, layer, expert in expand_weight_table(family_of(spec.hf_config).weights, spec):
         if rule.buffer:
@@ -94,7 +97,7 @@ def torch_engine_bytes(
 
 
 def state_bytes(o: OptimConfig, shape: tuple[int, ...]) -> int:
-    """Of a parameter's optimizer states, whole (`engine/torch/optim/states.py`). Not GaLore's and
+    """Return the bytes of a parameter's optimizer states, whole (`engine/torch/optim/states.py`). Not GaLore's and
     Muon's."""
     n = math.prod(shape)
     assert o.optimizer not in (*GALORE, MUON), "its states follow from which matrices are chosen"

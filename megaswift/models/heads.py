@@ -61,7 +61,7 @@ def class_names_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def has_scalar_head(config: Mapping[str, Any]) -> bool:
-    """Whether config.json describes a classifier of texts with one label."""
+    """Return whether config.json describes a classifier of texts with one label."""
     return head_of(config) == SCORE and label_count(config) == 1
 
 

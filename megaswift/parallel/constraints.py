@@ -29,7 +29,7 @@ from megaswift.trainers.options.training import TrainConfig
 
 @dataclass(frozen=True)
 class LayoutRequest(AxisSizes):
-    """What the user asked for, not yet known to work."""
+    """The layout that the user asked for, not yet known to work."""
 
     sequence_parallel: bool | None = None
     """None: on when tp > 1."""
@@ -48,7 +48,7 @@ class LayoutRequest(AxisSizes):
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int, max_length: int, train: TrainConfig) -> LayoutRequest:
-        """What a run asks for on `world_size` processes; LayoutError when the layout string cannot be read."""
+        """Return what a run asks for on `world_size` processes; LayoutError when the layout string cannot be read."""
         return cls(
             world_size,
             **requested_axis_sizes(parallel),

@@ -21,7 +21,8 @@ PCIE_5 = 64.0
 
 @dataclass(frozen=True)
 class Shares:
-    """What a training step reaches of a GPU's figures. The values here are assumptions for GPUs without a fit."""
+    """The shares of a GPU's figures that a training step reaches. The values here are assumptions for GPUs without a
+    fit."""
 
     products: float = 0.70
     """Of the peak: large matrix products."""

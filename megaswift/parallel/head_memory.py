@@ -21,7 +21,7 @@ COEFFICIENTS = 9
 
 @dataclass(frozen=True)
 class HeadChunkSizes:
-    """How a device's head divides the rows of a micro-batch."""
+    """The sizes in which a device's head divides the rows of a micro-batch."""
 
     kept_bytes: int
     """Products of the first rows, up to this size, are kept for the backward pass. The others are computed again."""
@@ -71,7 +71,7 @@ def float32_parts(vocabulary_rows: int, others: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What the peak memory of a head depends on."""
+    """The sizes on which the peak memory of a head depends."""
 
     rows: int
     """Labeled tokens of a micro-batch on a rank; of the torch engine all tokens of columns with a label."""

@@ -26,7 +26,7 @@ class Machine:
 
     @property
     def shares(self) -> Shares:
-        """What steps reach of the GPU's figures."""
+        """Return the shares of the GPU's figures that steps reach."""
         return self.gpu.fp8 if self.fp8 else self.gpu.bf16
 
     @property

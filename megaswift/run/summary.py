@@ -30,7 +30,7 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class SummaryFacts:
-    """What the screen tells, gathered by `run`."""
+    """The facts of the first screen, gathered by `run`."""
 
     title: str
     """`supervised fine-tuning`."""

@@ -120,9 +120,10 @@ def _elements(call: Call) -> tuple[tuple[str, int], ...]:
 
 
 def _rows_fit(a: Call, b: Call, one: int, other: int) -> bool:
-    """What one gives is what the other takes, in rows of one width."""
+    """Return whether one gives what the other takes, in rows of one width."""
     widths = {(form[0][0][1:], form[0][1]) for form in (a.sent, a.received, b.sent, b.received)}
-    (a_takes, a_gives), (b_takes, b_gives) = a.detail, b.detail
+    a_takes, a_gives = a.detail
+    b_takes, b_gives = b.detail
     return len(widths) == 1 and a_gives[other] == b_takes[one] and b_gives[one] == a_takes[other]
 
 
@@ -139,8 +140,8 @@ def _of_messages(traces: Mapping[int, Trace]) -> Iterator[Disagreement]:
     for key in dict.fromkeys([*sent, *taken]):
         group, source, target = key
         for number, (a, b) in enumerate(zip_longest(sent[key], taken[key]), 1):
-            kind = "missing" if a is None or b is None else "" if a.sent == b.received else "shape"
-            if kind:
+            if a is None or b is None or a.sent != b.received:
+                kind = "missing" if a is None or b is None else "shape"
                 yield Disagreement(kind, group, number, (source, target), (a, b))
                 break
 

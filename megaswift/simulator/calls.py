@@ -1,4 +1,4 @@
-"""What a rank does in a step: calls to other ranks in their order, passes of the pipeline, live memory."""
+"""Records what a rank does in a step: calls to other ranks in their order, passes of the pipeline, live memory."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Pass(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one rank has done."""
+    """The record of one rank."""
 
     rank: int
     calls: list[Call] = field(default_factory=list)
@@ -149,7 +149,8 @@ class Trace:
     @contextmanager
     def within(self, phase: str) -> Iterator[None]:
         """Name a phase for the length of a block."""
-        outer, self.phase = self.phase, phase
+        outer = self.phase
+        self.phase = phase
         try:
             yield
         finally:

@@ -108,7 +108,7 @@ class RecordingGroup(PROCESS_GROUP):  # type: ignore[misc]
                 tensor /= len(self.run)
 
     def _of_each(self, own: Tensor) -> list[Tensor]:
-        """What each rank of the group gives, in order."""
+        """Return what each rank of the group gives, in order."""
         parts = [own] * self.ranks
         if not self.alone:
             found = [torch.empty_like(own) for _ in self.run]
@@ -218,7 +218,8 @@ class RecordingGroup(PROCESS_GROUP):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def alltoall_base(self, output: Tensor, source: Tensor, *splits: Any) -> dist.Work:
-        """Of groups that exist as a whole: nobody can say what another rank's tokens choose."""
+        """Exchange rows, of meta tensors or in groups that run as a whole: nobody can say what another rank's tokens
+        choose."""
         self._count("all_to_all", source, output, detail=rows_of(output, source, splits, self.ranks))
         if source.is_meta:
             return _completed([output])

@@ -31,7 +31,8 @@ class MetaDevice(TorchDispatchMode):
 
     def take(self) -> tuple[int, int]:
         """Return the live bytes, and the most since the last call."""
-        peak, self.peak = self.peak, self.live
+        peak = self.peak
+        self.peak = self.live
         return self.live, peak
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -69,8 +70,8 @@ class MetaDevice(TorchDispatchMode):
 
 
 class KnownForms:
-    """What operations return, by the shapes, strides and dtypes of what they get: torch computes it in Python, which
-    takes most of the time, and micro-batches repeat it."""
+    """Remembers what operations return, by the shapes, strides and dtypes of what they get: torch computes it in
+    Python, which takes most of the time, and micro-batches repeat it."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Form, ...]] = {}
@@ -97,7 +98,7 @@ Form = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 @cache
 def _makes_tensors(func: Any) -> bool:
-    """Whether an operation has results of its own, and nothing else."""
+    """Return whether an operation has results of its own, and nothing else."""
     returns = func._schema.returns
     tensors = bool(returns) and all(str(r.type) == "Tensor" and r.alias_info is None for r in returns)
     return tensors and not func._schema.is_mutable
@@ -135,7 +136,8 @@ def _leaves(device: Any) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """What flash attention keeps and returns: the output and a float32 for each query of each head."""
+    """Attention that keeps and returns what flash attention does: the output and a float32 for each query of each
+    head."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -173,7 +175,9 @@ def _norm(chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], *_: An
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
     """Make the states that Adam, or SGD with momentum, has from its first step on."""
     for group in optimizer.param_groups:
-        names = ("exp_avg", "exp_avg_sq") if "betas" in group else ("momentum_buffer",) if group["momentum"] else ()
+        names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        if "betas" not in group:
+            names = ("momentum_buffer",) if group["momentum"] else ()
         for p in group["params"]:
             optimizer.state[p] |= {name: torch.zeros_like(p) for name in names}
 
@@ -190,7 +194,8 @@ def _choose_evenly() -> None:
     """Give token dispatchers the numbers that the host would read: each expert gets as many tokens."""
     from megaswift.engine.megatron.layers.moe.dispatcher import LocalTokenDispatcher, MoEAlltoAllTokenDispatcher
 
-    exchanges, local = MoEAlltoAllTokenDispatcher.preprocess, LocalTokenDispatcher.preprocess
+    exchanges = MoEAlltoAllTokenDispatcher.preprocess
+    local = LocalTokenDispatcher.preprocess
 
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:
         exchanges(self, routing_map)

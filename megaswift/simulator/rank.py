@@ -123,7 +123,8 @@ def recorded_passes(trace: Trace, engine: Any, note: Callable[[str], None]) -> I
     chunks = {id(chunk): number for number, chunk in enumerate(engine.chunks)}
     counts: dict[int, int] = {}
     outputs: dict[int, tuple[Any, int, int]] = {}
-    forward, backward = schedules.forward_step, schedules.backward_step
+    forward = schedules.forward_step
+    backward = schedules.backward_step
 
     @wraps(forward)
     def forward_step(step: Any, data: Any, model: Any, *rest: Any, **named: Any) -> Any:
@@ -150,11 +151,13 @@ def recorded_passes(trace: Trace, engine: Any, note: Callable[[str], None]) -> I
         note(f"backward {number} chunk {chunk}")
         return result
 
-    schedules.forward_step, schedules.backward_step = forward_step, backward_step
+    schedules.forward_step = forward_step
+    schedules.backward_step = backward_step
     try:
         yield
     finally:
-        schedules.forward_step, schedules.backward_step = forward, backward
+        schedules.forward_step = forward
+        schedules.backward_step = backward
 
 
 def simulate(run: SimulatedRun, ranks: Sequence[int], tell: Callable[[str], None]) -> dict[int, Trace]:

@@ -1,4 +1,4 @@
-"""What `megaswift simulate` shows: one screen, a JSON file, a picture of pipeline and memory."""
+"""Shows a simulation: one screen, a JSON file, a picture of pipeline and memory."""
 
 from __future__ import annotations
 

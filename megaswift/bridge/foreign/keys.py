@@ -1,4 +1,4 @@
-"""Which tensors of another program's checkpoint make up each parameter of a weight plan.
+"""Finds the tensors of another program's checkpoint that make up each parameter of a weight plan.
 
 Owns the key layouts: layers stacked in one tensor ("homogeneous") or under names of their own; experts stacked or one
 by one; gate and up in one tensor or in two; norms under their own name or under that of the layer they are fused

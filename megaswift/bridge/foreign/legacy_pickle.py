@@ -1,4 +1,4 @@
-"""What a legacy checkpoint's pickle says, read without running anything that it names.
+"""Reads a legacy checkpoint's pickle without running anything that it names.
 
 The exception to the rule that no pickle is read for its weights: Megatron-LM's `model_optim_rng.pt` has no other
 table. Only `megaswift convert` comes here. The Unpickler has functions of this module in the place of everything that
@@ -229,7 +229,8 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
             raise pickle.UnpicklingError("contains a reference of another form")
-        kind, key = pid[1], pid[2]
+        kind = pid[1]
+        key = pid[2]
         if not isinstance(kind, _Storage) or type(key) is not str:
             raise pickle.UnpicklingError("contains a storage of another form")
         return _Storage(key, kind.dtype)

@@ -41,7 +41,7 @@ from megaswift.losses.contract import Batch
 
 
 class BatchSource(Protocol):
-    """What a trainer takes its batches from."""
+    """A source of a trainer's batches."""
 
     @property
     def rows(self) -> int | None:
@@ -105,7 +105,7 @@ class DocumentRows:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether a row may hold several documents."""
+        """Return whether a row may hold several documents."""
         return self.packing is not None or (self.step_packing is not None and not self.step_packing.padded)
 
     def read(self, row: int) -> list[Document]:
@@ -113,7 +113,7 @@ class DocumentRows:
         return self.documents(self.documents_of_row(row))
 
     def documents_of_row(self, row: int) -> list[int]:
-        """Their numbers."""
+        """Return the numbers of a row's documents."""
         return [row] if self.packing is None else self.packing.row(row).tolist()
 
     def row_lengths(self) -> np.ndarray:

@@ -20,7 +20,7 @@ ROWS_PER_STAGE = 4
 
 @dataclass(frozen=True)
 class StepPacking:
-    """How the samples of a step lie in micro-batches."""
+    """Places the samples of a step in micro-batches."""
 
     capacity: int
     """Tokens of a micro-batch."""

@@ -13,7 +13,10 @@ from typing import Any
 
 from megaswift.data.untokenized_sample import RowError, decode_json_cell, describe_value
 
-ANY, PAIRED, GRADED, BINARY = "any", "paired", "graded", "binary"
+ANY = "any"
+PAIRED = "paired"
+GRADED = "graded"
+BINARY = "binary"
 """What a loss asks of a row: for rerankers documents with any labels; for embeddings a positive (and negatives), or two
 texts with a number, or with 0 or 1."""
 UNLABELED = (None, "")

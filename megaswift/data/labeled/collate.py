@@ -23,7 +23,7 @@ from megaswift.losses.contract import Batch
 
 
 class LabelLookup(Protocol):
-    """Where the labels of texts are written down."""
+    """Looks up the labels of texts."""
 
     @property
     def width(self) -> int:

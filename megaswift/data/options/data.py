@@ -327,5 +327,5 @@ class DataConfig:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether a row of a batch holds several documents, each with attention of its own."""
+        """Return whether a row of a batch holds several documents, each with attention of its own."""
         return bool(self.packing or self.padding_free or self.reset_attention_mask)

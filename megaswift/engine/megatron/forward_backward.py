@@ -30,7 +30,7 @@ from megaswift.losses.contract import Batch
 
 @dataclass(frozen=True)
 class ForwardBackwardMode:
-    """How a run over micro-batches is made."""
+    """The way in which micro-batches are run."""
 
     attention: str
     """Whose attention takes the rows: `transformer_engine` or `torch`."""

@@ -94,7 +94,7 @@ class SwiftGPT(GPTModel):
 
     @property
     def rotates_by_position(self) -> bool:
-        """Whether rotary angles come token by token, not by the distance from a row's or a document's start."""
+        """Return whether rotary angles come token by token, not by the distance from a row's or a document's start."""
         return isinstance(self.rotary_pos_emb, PositionRotary)
 
     def run(self, module: torch.nn.Module, step: MicrobatchInputs) -> Tensor:
@@ -468,7 +468,7 @@ def wrap_chunks(
 
 
 def _wait_for_weight(module: DistributedDataParallel, weight: Tensor) -> None:
-    """What Megatron-Core does before the call of the module that owns `weight`, for one that is read without it."""
+    """Do what Megatron-Core does before the call of the module that owns `weight`, for one that is read without it."""
     bucket = module.param_to_bucket_group.get(weight)
     if module.ddp_config.overlap_param_gather and bucket is not None:
         bucket.finish_param_sync(skip_next_bucket_dispatch=module.ddp_config.align_param_gather)

@@ -140,7 +140,7 @@ def _torch_experts(
     choice: LayerImplementationChoice,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether torch multiplies experts that are grouped.
+    """Return whether torch multiplies experts that are grouped.
 
     By itself on Transformer Engine's layers where the host then waits for nothing (all experts whole on a rank, in
     bfloat16 on compute capability 9.0 or newer: else torch's product reads the counts on the host) and nothing is lost:
@@ -158,7 +158,7 @@ def _torch_experts(
 
 
 def _grouped(spec: ModelSpec, m: ModelConfig, dora: bool, etp: int, dtype: torch.dtype, torch_products: bool) -> bool:
-    """Whether experts are multiplied in one product.
+    """Return whether experts are multiplied in one product.
 
     Raises:
         ConfigError: asked for, and torch's product does not take the widths.

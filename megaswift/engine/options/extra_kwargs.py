@@ -189,7 +189,7 @@ def extra_kwargs_problems(given: Mapping[str, str], of_model: Mapping[str, Any])
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Whether a JSON value can be of a field's type; other annotations are Megatron-Core's to check."""
+    """Return whether a JSON value can be of a field's type; other annotations are Megatron-Core's to check."""
     kinds = (("bool", bool), ("int", int), ("float", int | float), ("str", str), ("list", list), ("List", list))
     known = [kind for word, kind in kinds if word in annotation.replace("Optional", "").replace("Literal", "str")]
     if value is None:

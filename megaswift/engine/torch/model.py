@@ -122,7 +122,7 @@ def _labels(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _with_named_outputs(model: nn.Module) -> nn.Module:
-    """Its outputs and those of its parts have names, also where `return_dict` of config.json is false."""
+    """Let a model and its parts return outputs with names, also where `return_dict` of config.json is false."""
     for part in model.modules():
         config: Any = getattr(part, "config", None)
         if hasattr(config, "return_dict"):
@@ -228,7 +228,8 @@ def add_peft(model: Any, build: ModelBuild) -> nn.Module:
 
 @torch.no_grad()
 def _fill_lora_a(base: nn.Module, seed: int) -> None:
-    """What the native engine draws: PEFT's numbers depend on the order of layers. Convolutions keep PEFT's."""
+    """Fill an adapter as the native engine does: PEFT's numbers depend on the order of layers. Convolutions keep
+    PEFT's."""
     for name, module in base.named_modules():
         a: Any = getattr(module, "lora_A", {})
         for half in a.values():
@@ -256,8 +257,8 @@ def freeze_parts(model: nn.Module, cfg: ModelConfig) -> None:
 
 
 def is_tested_class(spec: ModelSpec, model: Any) -> bool:
-    """Whether tests hold a transformers model to what is trained here: a family's, by transformers' code, with no field
-    that its rules do not cover."""
+    """Return whether tests compare this transformers model with what is trained here: a family's, by transformers'
+    code, with no field that its rules do not cover."""
     return spec_from_family(spec.hf_config) is not None and not document_attention.is_code_of_folder(model)
 
 

@@ -73,7 +73,7 @@ class PoolingFolder:
 
     @property
     def scores_pairs(self) -> bool:
-        """Whether a pair of texts has a score of its own; embeddings are compared instead."""
+        """Return whether a pair of texts has a score of its own; embeddings are compared instead."""
         return self.kind == GENERATIVE or (self.kind == SEQUENCE and len(self.labels) == 1)
 
 

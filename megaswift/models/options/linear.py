@@ -1,4 +1,4 @@
-"""What the native engine does with models that have gated delta nets: for each axis whether it passes. No torch."""
+"""The axes of the native engine for models with gated delta nets, each passed or refused. No torch."""
 
 from __future__ import annotations
 

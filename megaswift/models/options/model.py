@@ -345,12 +345,12 @@ class ModelConfig:
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether layers are captured."""
+        """Return whether layers are captured."""
         return self.cuda_graph_impl != "none"
 
     @property
     def has_frozen_weights(self) -> bool:
-        """Whether some of the model's weights do not train."""
+        """Return whether some of the model's weights do not train."""
         return self.train_type != "full" or bool(self.freeze_parameters)
 
 

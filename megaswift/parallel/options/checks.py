@@ -44,7 +44,7 @@ FIT_CLASHES: tuple[ConflictingOptions, ...] = (
 
 
 def has_frozen_weights(c: Sections) -> bool:
-    """Whether some of the model's weights do not train."""
+    """Return whether some of the model's weights do not train."""
     return c.model.has_frozen_weights
 
 

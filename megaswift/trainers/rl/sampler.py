@@ -68,7 +68,7 @@ def sync_folder(options: RolloutConfig, output: Path, folder: Path) -> Path:
 
 
 def _on_this_machine(servers: Sequence[str]) -> bool:
-    """Whether all ranks and all servers are on this machine."""
+    """Return whether all ranks and all servers are on this machine."""
     hosts = {urlsplit(url).hostname for url in servers}
     one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
     return one_node and hosts <= {"127.0.0.1", "localhost", "::1"}

@@ -60,7 +60,7 @@ class MutedLogRecordFilter:
     versions: str = BOTH
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the logger keeps the record (the protocol of `Logger.addFilter`)."""
+        """Return whether the logger keeps the record (the protocol of `Logger.addFilter`)."""
         return self.text not in record.getMessage()
 
 
@@ -267,7 +267,7 @@ def runs_without_cuda() -> bool:
 
 
 def compute_device() -> torch.device:
-    """Where this process computes."""
+    """Return the device on which this process computes."""
     return torch.device("cpu") if runs_without_cuda() else torch.device("cuda", torch.cuda.current_device())
 
 

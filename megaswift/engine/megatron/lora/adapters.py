@@ -90,7 +90,7 @@ class PlacedAdapterHalf:
 
     @property
     def tensor(self) -> Tensor:
-        """Its values, in the parameter's memory."""
+        """Return the adapter's values, in the parameter's memory."""
         return self.part(self.parameter.data)
 
 
@@ -276,5 +276,5 @@ class _Whole:
         return self.tensors[name][tuple(where)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype of a tensor."""
         return self.tensors[name].dtype

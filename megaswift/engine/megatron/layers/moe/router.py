@@ -51,7 +51,7 @@ class RouterAuxLossState:
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How a token's experts are chosen and weighed."""
+    """The rule by which a token's experts are chosen and weighed."""
 
     score: str
     """`sigmoid` or `softmax` of the logits."""
