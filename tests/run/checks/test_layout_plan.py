@@ -88,7 +88,7 @@ def test_forecasts() -> None:
     policy = run_of("qwen3-8b", task="grpo", reward_funcs=("length",), rollout_backend="vllm", tp=2, pp=2)
     assert "GiB of 74.8 GiB usable" in forecast_text(policy, spec, H100, 16)
     student = run_of("qwen3-8b", task="gkd", teacher_model="t")
-    assert forecast_text(student, spec, H100, 8).startswith("none, because task gkd is not covered")
+    assert forecast_text(student, spec, H100, 8).startswith("none, because --task gkd is not a task that plans cover")
     uncovered = run_of("qwen3-8b", fp8_format="hybrid", fp8_param_gather=True)
     assert "does not cover --fp8_param_gather" in forecast_text(uncovered, spec, H100, 8)
     hybrid = spec_of("qwen3-next-80b-a3b")
