@@ -86,7 +86,7 @@ def caller() -> str:
 
 @cache
 def _short(name: str) -> str:
-    for root in (OURS.removesuffix(PACKAGE.name + "/"), "/site-packages/"):
+    for root in ("/site-packages/", OURS.removesuffix(PACKAGE.name + "/")):  # an environment may lie in the checkout
         if root in name:
             return name.split(root, 1)[1]
     return name
