@@ -46,6 +46,7 @@ CATCH_ALL_ALLOWED = {
     "scripts/fuzz.py": "whatever is not our own error is a finding",
     "megaswift/rewards/sandbox_child.py": "a judged program may raise anything; it ends its own process",
     "megaswift/trainers/hooks/trackers.py": "a tracker's library may raise anything in its thread; the run goes on",
+    "megaswift/trainers/rl/waves.py": "whatever a call raises in its thread is raised again in the leader's",
     "megaswift/base/user_code.py": (
         "a user's reward function may raise anything; it is told with the user's own traceback"
     ),

@@ -134,6 +134,14 @@ class Sampler(Protocol):
         """Releases all resources; the sampler is not used afterwards."""
 
 
+@runtime_checkable
+class SinglePromptSampler(Protocol):
+    """A sampler that takes prompts one by one, from several threads at a time."""
+
+    def generate_one(self, prompt: Sequence[int], sampling: SamplingParams, seed: int, number: int) -> Completion:
+        """`Sampler.generate` for one prompt; prompts of one `number` go to one server, which may have their prefix."""
+
+
 @dataclass(frozen=True)
 class BatchImages:
     """The images of some prompts."""

@@ -16,12 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
 from math import isfinite
-from typing import Any
+from threading import Semaphore
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from megaswift.base.byte_size import bytes_text
 from megaswift.errors import ConfigError, Problem, UserError, first_line
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
+
+T = TypeVar("T")
 
 KEY = "MEGASWIFT_ROLLOUT_API_KEY"
 """Environment variable with the servers' API token."""
@@ -182,10 +185,19 @@ class SamplingServerPool:
     at_once: int
     """Maximum concurrent requests per server."""
 
+    def __post_init__(self) -> None:
+        self._slots = [Semaphore(self.at_once) for _ in self.servers]
+
     def each(self, call: Callable[[SamplingServer], Any]) -> list[Any]:
         """Calls `ask` for all servers in parallel; results in the servers' order."""
         with ThreadPoolExecutor(len(self.servers)) as pool:
             return list(pool.map(call, self.servers))
+
+    def call_one(self, call: Callable[[SamplingServer], T], number: int) -> T:
+        """Calls server `number` mod n, as soon as it has fewer requests of these calls than `at_once`."""
+        place = number % len(self.servers)
+        with self._slots[place]:
+            return call(self.servers[place])
 
     def complete(self, call: Callable[[SamplingServer, int], Completion], count: int) -> list[Completion]:
         """`ask` for each of `count` prompts, spread evenly: prompt i goes to server i mod n."""

@@ -104,6 +104,13 @@ class ServerSampler(ABC):
             len(prompts),
         )
 
+    def generate_one(self, prompt: Sequence[int], sampling: SamplingParams, seed: int, number: int) -> Completion:
+        """One request, to the server of this number."""
+        answer = self.servers.call_one(
+            lambda server: self.ask(server, self.settings(sampling), list(prompt), seed), number
+        )
+        return self.completion(answer, sampling)
+
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Writes the weights to the sync folder, from which every server loads them."""
         assert self.weights is not None, "missing() requires sync_folder"

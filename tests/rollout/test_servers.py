@@ -77,6 +77,36 @@ def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
         assert len(asked) == 9
 
 
+def test_prompts_one_by_one(kind: str, model: Path, tmp_path: Path) -> None:
+    """Those of one number go to one server, and no server has more of them than its limit at a time."""
+    alone = filled(model, batch_size=1)
+    want = alone.generate(PROMPTS, SAMPLING, SEEDS)
+    backends = KINDS[kind](model), KINDS[kind](model)
+    under_way = [0, 0]
+    most = [0, 0]
+    with serving(backends[0]) as first, serving(backends[1]) as second:
+        made: Any = client(kind, model, first, second, sync_folder=tmp_path / "sync", batch_size=2)
+        made.update_weights(weights(model))
+        ask = made.ask
+
+        def counted(server: Any, *arguments: Any) -> Any:
+            place = (first, second).index(server.base_url)
+            under_way[place] += 1
+            most[place] = max(most[place], under_way[place])
+            time.sleep(0.05)
+            answer = ask(server, *arguments)
+            under_way[place] -= 1
+            return answer
+
+        made.ask = counted
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            numbers = [0 if i < 4 else 1 for i in range(len(PROMPTS))]
+            found = [*pool.map(made.generate_one, PROMPTS, [SAMPLING] * len(PROMPTS), SEEDS, numbers)]
+    assert found == want and most[0] == 2 and most[1] <= 2
+    asked = [sum(path in ("/generate", "/v1/completions") for path, _ in one.calls) for one in backends]
+    assert asked == [4, len(PROMPTS) - 4]
+
+
 def test_adapters_alone_come_in_place_of_those_before(kind: str, model: Path, tmp_path: Path) -> None:
     """Onto weights that the server has by itself; those of a run that was broken off are in nobody's way. Nothing is
     written."""

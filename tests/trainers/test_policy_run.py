@@ -28,6 +28,9 @@ def even(completion_ids, completion_mask, **_):
     return [[0.25 * (token % 2 == 0) for token, own in zip(*one) if own] for one in pairs]
 '''
 WORLD = '''
+import asyncio
+
+
 class Count:
     """Rewards digits, and asks twice."""
 
@@ -37,6 +40,18 @@ class Count:
     def step(self, answer):
         self.turn += 1
         return [{"role": "user", "content": "go on"}], sum(c.isdigit() for c in answer) / 10, self.turn == 2
+
+
+class Waits(Count):
+    """The same; every third row takes its time."""
+
+    async def reset(self, prompt, number, **columns):
+        super().reset(prompt, number)
+        self.seconds = 0.4 * (number % 3 == 0)
+
+    async def step(self, answer):
+        await asyncio.sleep(self.seconds)
+        return super().step(answer)
 '''
 
 
@@ -55,7 +70,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(
-    folder: Path, out: Path, *options: object, ranks: int = 1, task: str = "grpo", judge: str = "digits"
+    folder: Path,
+    out: Path,
+    *options: object,
+    ranks: int = 1,
+    task: str = "grpo",
+    judge: str = "digits",
+    world: str = "Count",
 ) -> Path:
     """A run's folder."""
     width = () if "--per_device_train_batch_size" in options else ("--per_device_train_batch_size", BATCH)
@@ -70,7 +91,7 @@ def trained(
     inputs += (
         ["--reward_funcs", f"{folder / 'rewards.py'}:{judge}"]
         if judge
-        else ["--environment", f"{folder / 'world.py'}:Count"]
+        else ["--environment", f"{folder / 'world.py'}:{world}"]
     )
     usual = [
         w
@@ -346,6 +367,19 @@ def test_an_environment_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     lines = read_lines(alone / "metrics.jsonl")
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5
     assert lines[0]["rewards/environment/mean"] == lines[0]["reward"]
+
+
+def test_environments_that_are_awaited(folder: Path, tmp_path: Path) -> None:
+    """The conversations of `Count` on one rank and on two, and a replay of those that were slow."""
+    plain = trained(folder, tmp_path / "plain", "--max_steps", 2, judge="")
+    saved = tmp_path / "saved"
+    alone = trained(folder, tmp_path / "alone", "--max_steps", 2, "--save_rollouts", saved, judge="", world="Waits")
+    two = trained(folder, tmp_path / "two", "--max_steps", 2, *SPREAD, ranks=2, judge="", world="Waits")
+    texts = [[line["completion"] for line in completions(out)] for out in (plain, alone, two)]
+    assert texts[0] == texts[1] == texts[2] and max(len(text) for text in texts[0]) == 3
+    replay = ("--replay_rollouts", saved)
+    again = trained(folder, tmp_path / "again", "--max_steps", 2, *replay, judge="", world="Waits")
+    assert_same_end(again, alone)
 
 
 def test_evaluation_by_rewards(folder: Path, tmp_path: Path) -> None:

@@ -2,12 +2,17 @@
 rewards.
 
 Owns the protocol, finding the user's class, and checks of what it returns. One object lives as long as one completion.
+Its methods may be `async def`: all of a run's then share one event loop, in a thread of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import json
 import reprlib
+import threading
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -15,7 +20,7 @@ from typing import Any, Protocol
 
 from megaswift.base.named_object import NamedObject, find_object, names_module
 from megaswift.base.user_code import convert_user_code_errors, defined_at, import_user_file
-from megaswift.errors import ConfigError, Problem, RewardError, did_you_mean_hint, without_control_characters
+from megaswift.errors import ConfigError, Problem, RewardError, UserError, did_you_mean_hint, without_control_characters
 from megaswift.options.plugins import PLUGINS
 from megaswift.rewards.scoring import USABLE, float_or_none, is_usable
 
@@ -28,7 +33,7 @@ MESSAGES = '[{"role": "tool", "content": "..."}]'
 
 
 class Environment(Protocol):
-    """The methods of a user's environment class."""
+    """The methods of a user's environment class. Each may be `async def` too."""
 
     def reset(self, prompt: Any, **columns: Any) -> Observation | None:
         """Begin a new conversation, given the row's prompt, as text or messages, and its other columns."""
@@ -99,8 +104,10 @@ class EnvironmentWithNamedErrors:
         method raises or returns something else."""
         names = [without_control_characters(name) for name in sorted(columns)]
         passed = f"reset gets prompt and the row's columns: {', '.join(names) or 'none'}"
-        with convert_user_code_errors(lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}", passed))):
-            returned: Any = self.inner.reset(deepcopy(prompt), **deepcopy(dict(columns)))
+        returned = self._call(
+            functools.partial(self.inner.reset, deepcopy(prompt), **deepcopy(dict(columns))),
+            lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}", passed)),
+        )
         if isinstance(returned, tuple) and len(returned) == 2 and _is_info(returned[1]):
             returned = returned[0]  # as Gymnasium has it: (observation, info)
         if returned is None:
@@ -112,10 +119,10 @@ class EnvironmentWithNamedErrors:
 
     def step(self, answer: str) -> Turn:
         """Take one turn. RewardError if the user's method raises or returns something else."""
-        with convert_user_code_errors(
-            lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}"))
-        ):
-            returned: Any = self.inner.step(answer)
+        returned = self._call(
+            functools.partial(self.inner.step, answer),
+            lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}")),
+        )
         if not isinstance(returned, tuple | list) or len(returned) != 3:
             rule = f"step returned {_shown(returned)}{self._place('step')}"
             raise RewardError(Problem(self.flag, rule, "return (messages, reward, done)"))
@@ -131,6 +138,18 @@ class EnvironmentWithNamedErrors:
             raise RewardError(Problem(self.flag, f"step returned done as {_shown(done)}{self._place('step')}", fix))
         fix = f"return {MESSAGES}, or [] to end the conversation"
         return self._checked_messages(messages, "step", fix), worth, bool(ended)
+
+    def _call(self, method: functools.partial[Any], say: Callable[[str], UserError]) -> Any:
+        """What a method returns, awaited where it is `async def`."""
+        if not inspect.iscoroutinefunction(inspect.unwrap(method.func)):
+            with convert_user_code_errors(say):
+                return method()
+
+        async def awaited() -> Any:
+            with convert_user_code_errors(say):
+                return await method()
+
+        return asyncio.run_coroutine_threadsafe(awaited(), _loop()).result()
 
     def _place(self, method: str) -> str:
         """Return the place of a method in its file, for messages."""
@@ -158,6 +177,14 @@ class EnvironmentWithNamedErrors:
             fix = 'replace it: text.encode("utf-8", "replace").decode()'
             raise RewardError(Problem(self.flag, f"{what} with {half} after {before!r}", fix)) from None
         return str(text)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all environments: clients that a class keeps belong to the loop in which they first waited."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
 
 
 def _is_info(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Multi-turn rollouts: the model and an environment take turns.
 
 Owns the turns and which tokens are the model's own; what the chat template writes between turns is `chat_turns.py`'s.
-All conversations of a rank go on together, turn by turn.
+Conversations advance independently of each other (`waves.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from megaswift.data.prompts.source import Prompt
 from megaswift.errors import Problem, RewardError
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
 from megaswift.trainers.rl.chat_turns import REFUSALS, ChatTurns, Conversation, ModelTurn, refusal_text
-from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, Message
+from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, Message, Observation, Turn
+from megaswift.trainers.rl.waves import Ask, Talk, lead_conversations
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class _OpenDialogue:
     """A conversation under way."""
 
     prompt: Prompt
-    seed: int
-    environment: EnvironmentWithNamedErrors
+    flag: str
+    """The environment, for messages."""
     room: int
     """Tokens that the model and the environment may write, all together."""
     asked: Prompt
@@ -117,27 +119,43 @@ class MultiTurnRunner:
     def write(
         self, sampler: Sampler, sampling: SamplingParams, prompts: Sequence[Prompt], seeds: Sequence[int]
     ) -> list[Completion]:
-        """Write one conversation for each prompt."""
-        dialogues = [self.begin(p, s, sampling.max_tokens) for p, s in zip(prompts, seeds, strict=True)]
-        while under_way := [dialogue for dialogue in dialogues if not dialogue.ended]:
-            room = max(dialogue.room - len(dialogue.tokens) for dialogue in under_way)
-            contexts = [[*dialogue.asked.token_ids, *dialogue.tokens] for dialogue in under_way]
-            drawn = [
-                int(np.random.SeedSequence([dialogue.seed, dialogue.turns]).generate_state(1, np.uint64)[0] >> 1)
-                for dialogue in under_way
-            ]
-            completions = sampler.generate(contexts, replace(sampling, max_tokens=room), drawn)
-            for dialogue, completion in zip(under_way, completions, strict=True):
-                self._turn(dialogue, completion, sampling.stop_token_ids)
-        return [dialogue.closed() for dialogue in dialogues]
+        """Write one conversation for each prompt.
 
-    def begin(self, prompt: Prompt, seed: int, most: int) -> _OpenDialogue:
-        """Begin a conversation with its environment, which may speak first."""
+        A turn's tokens depend on the conversation before it and on the seed, which is made of the conversation's seed
+        and the number of the turn: not on when other conversations are ready.
+        """
+
+        def begin(number: int) -> Talk[MultiTurnCompletion]:
+            return self._talk(prompts[number], seeds[number], sampling)
+
+        return [*lead_conversations(begin, len(prompts), sampler, sampling)]
+
+    def _talk(self, prompt: Prompt, seed: int, sampling: SamplingParams) -> Talk[MultiTurnCompletion]:
+        """Lead one conversation."""
+        environment, observation = yield partial(self._open, prompt)
+        dialogue = self._begun(prompt, environment, observation, sampling.max_tokens)
+        while not dialogue.ended:
+            context = [*dialogue.asked.token_ids, *dialogue.tokens]
+            drawn = np.random.SeedSequence([seed, dialogue.turns]).generate_state(1, np.uint64)[0] >> 1
+            completion = yield Ask(context, dialogue.room - len(dialogue.tokens), int(drawn))
+            turn = self._said(dialogue, completion, sampling.stop_token_ids)
+            if not dialogue.ended:
+                answer = yield partial(environment.step, turn.content)
+                self._answered(dialogue, turn, answer)
+        return dialogue.closed()
+
+    def _open(self, prompt: Prompt) -> tuple[EnvironmentWithNamedErrors, Observation]:
+        """A new environment, which may speak first."""
         environment = self.make()
         content: Any = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
-        observation = environment.reset(content, prompt.columns)
+        return environment, environment.reset(content, prompt.columns)
+
+    def _begun(
+        self, prompt: Prompt, environment: EnvironmentWithNamedErrors, observation: Observation, most: int
+    ) -> _OpenDialogue:
+        """A conversation after the first observation of its environment."""
         if not observation:
-            return _OpenDialogue(prompt, seed, environment, most, prompt)
+            return _OpenDialogue(prompt, environment.flag, most, prompt)
         flag = environment.flag
         with rendering(flag, [] if isinstance(observation, str) else [m["role"] for m in observation]):
             asked, conversation = self._observed(prompt, observation)
@@ -145,7 +163,7 @@ class MultiTurnRunner:
         if room < 1:
             rule = f"reset returned an observation: the prompt now has {len(asked.token_ids)} tokens, no room to answer"
             raise RewardError(Problem(flag, rule, f"use a --max_length above {len(asked.token_ids)}"))
-        return _OpenDialogue(prompt, seed, environment, room, asked, conversation)
+        return _OpenDialogue(prompt, flag, room, asked, conversation)
 
     def _observed(self, prompt: Prompt, observation: str | list[Message]) -> tuple[Prompt, Conversation | None]:
         """The prompt with an observation: text goes to the end of its last message, if that is a user's; messages
@@ -169,12 +187,10 @@ class MultiTurnRunner:
         ids = tuple(self.chat.tokens("", conversation.text))
         return replace(prompt, token_ids=ids, content=tuple(asked)), conversation
 
-    def _turn(self, dialogue: _OpenDialogue, completion: Completion, stops: Sequence[int]) -> None:
-        """The model's turn, and the environment's after it."""
-        # The model's tokens, as many as there is room for.
+    def _said(self, dialogue: _OpenDialogue, completion: Completion, stops: Sequence[int]) -> ModelTurn:
+        """Add the model's turn, with as many tokens as there is room for."""
         room = dialogue.room - len(dialogue.tokens)
         ids = list(completion.token_ids[:room])
-        whole = completion.finished and len(completion.token_ids) <= room
         before = [*dialogue.asked.token_ids, *dialogue.tokens]
         dialogue.tokens += ids
         dialogue.own += [True] * len(ids)
@@ -182,12 +198,12 @@ class MultiTurnRunner:
         turn = self._model_turn(before, ids, stops)
         dialogue.messages.append({"role": "assistant", "content": turn.content})
         dialogue.turns += 1
-        if not whole:
-            dialogue.ended = True
-            return
+        dialogue.ended = not completion.finished or len(completion.token_ids) > room
+        return turn
 
-        # The environment's answer.
-        answers, reward, done = dialogue.environment.step(turn.content)
+    def _answered(self, dialogue: _OpenDialogue, turn: ModelTurn, answer: Turn) -> None:
+        """Add the environment's answer to the model's turn."""
+        answers, reward, done = answer
         dialogue.rewards.append(reward)
         dialogue.ends.append(sum(dialogue.own))
         dialogue.finished = done or not answers or dialogue.turns == self.max_turns
@@ -196,7 +212,7 @@ class MultiTurnRunner:
             return
 
         # The answers as the chat template writes them, up to the model's next turn.
-        with rendering(dialogue.environment.flag, [m["role"] for m in answers]):
+        with rendering(dialogue.flag, [m["role"] for m in answers]):
             if dialogue.conversation is None:
                 dialogue.conversation = self.chat.begin(dialogue.asked.content, dialogue.asked.tools)
             found = self.chat.go_on(dialogue.conversation, turn, answers)

@@ -1,0 +1,191 @@
+"""Leads many conversations at a time, so that a slow environment holds no other.
+
+Owns when the sampler is asked, and the threads in which environments are called. A sampler that takes prompts one by
+one, a server's, is asked as soon as a conversation is ready. Another one is given all that are ready, a wave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+
+from megaswift.rollout.sampler import Sampler, SamplingParams, SinglePromptSampler
+
+T = TypeVar("T")
+
+SEATS = 512
+"""Conversations at a time; where one ends, the next one begins."""
+GRACE = 0.1
+"""Seconds that a wave waits at least for environments that have not answered."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Asks the sampler for a turn."""
+
+    context: Sequence[int]
+    room: int
+    """Maximum tokens."""
+    seed: int
+
+
+Call = Callable[[], Any]
+Talk = Generator[Ask | Call, Any, T]
+"""A conversation: yields `Ask`, to which a completion is sent, and calls of an environment, to which their results are
+sent; returns what it has become. All calls of a conversation are made in one thread."""
+
+
+def lead_conversations(
+    begin: Callable[[int], Talk[T]], count: int, sampler: Sampler, sampling: SamplingParams
+) -> list[T]:
+    """Lead conversations to their ends, and return what they have become.
+
+    Args:
+        begin: Makes the conversation of a number.
+        count: How many there are.
+        sampler: Writes the turns; it is called in the calling thread, unless it takes prompts one by one.
+        sampling: How tokens are drawn; each turn has its own maximum length.
+
+    Raises:
+        BaseException: Whatever the first conversation to fail raises. Calls under way are left to themselves.
+    """
+    leader = _Leader(begin, count, sampler, sampling)
+    try:
+        leader.start()
+        while wave := leader.next_wave():
+            asked = [seat.asked for seat in wave]
+            together = replace(sampling, max_tokens=max(one.room for one in asked))
+            completions = sampler.generate([one.context for one in asked], together, [one.seed for one in asked])
+            for seat, completion in zip(wave, completions, strict=True):
+                leader.go_on(seat, completion)
+    finally:
+        leader.close()
+    return [leader.found[number] for number in range(count)]
+
+
+@dataclass(eq=False)
+class _Seat:
+    """A thread that makes the calls of a conversation, and after it of another one."""
+
+    number: int = -1
+    """Of the conversation."""
+    talk: Any = None
+    asked: Ask = Ask((), 0, 0)
+    """What the conversation waits for, if it is ready."""
+    calls: SimpleQueue[Call | None] = field(default_factory=SimpleQueue)
+
+
+class _Leader:
+    """The seats of a batch of conversations. All methods are called in one thread."""
+
+    def __init__(
+        self,
+        begin: Callable[[int], Talk[Any]],
+        count: int,
+        sampler: Sampler,
+        sampling: SamplingParams,
+    ) -> None:
+        self.begin = begin
+        self.numbers = iter(range(count))
+        """Of conversations that have not begun."""
+        self.found: dict[int, Any] = {}
+        self.single = sampler if isinstance(sampler, SinglePromptSampler) else None
+        self.sampling = sampling
+        self.seats = [_Seat() for _ in range(min(count, SEATS))]
+        self.at_work: set[_Seat] = set()
+        """Seats that make a call."""
+        self.awaited: set[_Seat] = set()
+        """Those of them for which the next wave waits: they have not missed one since the call began."""
+        self.ready: list[_Seat] = []
+        """Seats whose conversations wait for the sampler."""
+        self.results: SimpleQueue[tuple[_Seat, Any, BaseException | None]] = SimpleQueue()
+
+    def start(self) -> None:
+        """Begin the first conversations. The threads do not keep a process alive whose environment never answers."""
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        for place, seat in enumerate(self.seats):
+            arguments = (seat, self.results, device)
+            Thread(target=_make_calls, args=arguments, name=f"conversation {place}", daemon=True).start()
+            self.begin_next(seat)
+
+    def close(self) -> None:
+        """Let every thread end after the call that it makes."""
+        for seat in self.seats:
+            seat.calls.put(None)
+
+    def begin_next(self, seat: _Seat) -> None:
+        """Begin another conversation, if there is one."""
+        number = next(self.numbers, None)
+        if number is not None:
+            seat.number = number
+            seat.talk = self.begin(number)
+            self.go_on(seat, None)
+
+    def go_on(self, seat: _Seat, value: Any) -> None:
+        """Give a conversation what it waits for, and take its next turn or call."""
+        try:
+            wanted = seat.talk.send(value)
+        except StopIteration as ended:
+            self.found[seat.number] = ended.value
+            self.begin_next(seat)
+            return
+        if not isinstance(wanted, Ask):
+            self.call(seat, wanted)
+        elif self.single is not None:
+            alone = replace(self.sampling, max_tokens=wanted.room)
+            self.call(seat, partial(self.single.generate_one, wanted.context, alone, wanted.seed, seat.number))
+        else:
+            seat.asked = wanted
+            self.ready.append(seat)
+
+    def call(self, seat: _Seat, call: Call) -> None:
+        """Make a call in the seat's thread."""
+        self.at_work.add(seat)
+        self.awaited.add(seat)
+        seat.calls.put(call)
+
+    def next_wave(self) -> list[_Seat]:
+        """Wait for conversations that are ready, and return them by their numbers; none where all have ended.
+
+        A wave leaves when no call is awaited. It also leaves when the calls that are under way have taken more than
+        twice as long as the first quarter, and GRACE: later waves do not wait for these.
+        """
+        began = time.monotonic()
+        enough = len(self.awaited) - len(self.awaited) // 4
+        leaves: float | None = None
+        while self.awaited or (self.at_work and not self.ready):
+            try:
+                wait = None if leaves is None else max(leaves - time.monotonic(), 0.0)
+                seat, value, error = self.results.get(timeout=wait)
+            except Empty:
+                break
+            if error is not None:
+                raise error
+            self.at_work.discard(seat)
+            self.awaited.discard(seat)
+            self.go_on(seat, value)
+            if self.ready and leaves is None and len(self.awaited) <= enough:
+                now = time.monotonic()
+                leaves = now + (now - began) + GRACE
+        wave = sorted(self.ready, key=lambda seat: seat.number)
+        self.ready = []
+        self.awaited = set()
+        return wave
+
+
+def _make_calls(seat: _Seat, results: SimpleQueue[tuple[_Seat, Any, BaseException | None]], device: int | None) -> None:
+    """Make the calls of a seat, in its thread."""
+    if device is not None:
+        torch.cuda.set_device(device)  # each thread has its own
+    while (call := seat.calls.get()) is not None:
+        try:
+            results.put((seat, call(), None))
+        except BaseException as error:  # raised again in the thread of the leader
+            results.put((seat, None, error))
