@@ -20,6 +20,9 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import UserError
 from megaswift.trainers.rl.environment import Message
 
+LONG = 16
+"""Characters of a content that is not by chance in a text."""
+
 
 class OmittedError(ValueError):
     """The template renders the conversation without a part of it."""
@@ -66,7 +69,6 @@ class ChatTurns:
         self.tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._agent_text = agent_text
-        self._rendered_roles: set[tuple[str, ...]] = set()
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
@@ -85,8 +87,9 @@ class ChatTurns:
         """Begin a conversation up to the model's first turn, whose last `added` messages are the environment's. A
         prompt that is text counts as a user's message."""
         asked = ({"role": "user", "content": content},) if isinstance(content, str) else tuple(content)
-        self._check_rendered(asked, added, tools)
-        return Conversation(asked, self._text(asked, tools), tools)
+        text = self._text(asked, tools)
+        self._check_rendered(asked, added, tools, (text, text))
+        return Conversation(asked, text, tools)
 
     def go_on(self, before: Conversation, turn: ModelTurn, answers: Sequence[Message]) -> Continuation:
         """Add the model's turn and the messages that answer it to the conversation.
@@ -96,7 +99,6 @@ class ChatTurns:
         plain = replace(turn, content=turn.content.removesuffix(turn.end)) if turn.end else turn
         said = {"role": "assistant", "content": plain.content}
         messages = (*before.messages, said, *answers)
-        self._check_rendered(messages, len(answers), before.tools)
         text = self._text(messages, before.tools)
         if text.startswith(before.text + turn.written):
             rest = text[len(before.text + turn.written) :]
@@ -106,6 +108,7 @@ class ChatTurns:
         else:
             rest = self._behind_turn(before, turn, answers, text)
             rewritten = True
+        self._check_rendered(messages, len(answers), before.tools, (text, rest))
         return Continuation(Conversation(messages, text, before.tools), rest, rewritten)
 
     def tokens(self, end: str, between: str) -> list[int]:
@@ -124,18 +127,30 @@ class ChatTurns:
         sample = UntokenizedSample(tuple(messages), (None,) * len(messages), tools)
         return self._renderer.prompt(sample)
 
-    def _check_rendered(self, messages: Sequence[Message], count: int, tools: Any) -> None:
-        """OmittedError where the template leaves out messages of the roles of the last `count`."""
-        kept = len(messages) - count
-        roles = tuple(str(m["role"]) for m in messages[kept:])
-        if not count or roles in self._rendered_roles:
+    def _check_rendered(self, messages: Sequence[Message], count: int, tools: Any, texts: tuple[str, str]) -> None:
+        """OmittedError where the template does not write the last `count` messages into the end of a text.
+
+        A template may write a role's first message and leave out a later one. A long content that is there only once
+        is written; others are looked for by a word that is added to them.
+
+        Args:
+            messages: The conversation.
+            count: Its last messages, which are the environment's.
+            tools: What the template gets beside it.
+            texts: The text of the conversation, and its end.
+        """
+        text, end = texts
+        kept = text.removesuffix(end)
+        added = messages[len(messages) - count :]
+        contents = [str(m["content"]).strip() for m in added]
+        if all(len(c) >= LONG and end.count(c) == 1 for c in contents):
             return
         words = [f"megaswiftanswer{i}x" for i in range(count)]
-        marked = [{**m, "content": f"{m['content']} {w}"} for m, w in zip(messages[kept:], words, strict=True)]
-        text = self._text([*messages[:kept], *marked], tools).lower()
-        if missing := [role for role, word in zip(roles, words, strict=True) if word not in text]:
+        marked = [{**m, "content": f"{m['content']} {w}"} for m, w in zip(added, words, strict=True)]
+        found = self._text([*messages[: len(messages) - count], *marked], tools)
+        written = found[len(kept) :].lower() if found.startswith(kept) else ""
+        if missing := [m["role"] for m, word in zip(added, words, strict=True) if word not in written]:
             raise OmittedError(f"it omits messages of the role {missing[0]}")
-        self._rendered_roles.add(roles)
 
     def _behind_turn(self, before: Conversation, turn: ModelTurn, answers: Sequence[Message], text: str) -> str:
         """The text behind the turn, if the whole text does not begin with the conversation before the turn."""

@@ -225,6 +225,27 @@ ENDS = (
 )
 
 
+LATER = (
+    "{% for m in messages %}{% if m.role != 'tool' or loop.index0 < 3 %}"
+    "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}{{ '<|assistant|>' }}"
+)
+EARLIER = (
+    "{% for m in messages if m.role != 'assistant' %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% for m in messages if m.role == 'assistant' %}{{ '<|assistant|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{{ '<|assistant|>' }}"
+)
+
+
+@pytest.mark.parametrize(("template", "name", "role"), [(LATER, "Tool", "tool"), (EARLIER, "Asks", "user")])
+def test_a_template_that_omits_a_later_message_or_writes_it_elsewhere(
+    template: str, name: str, role: str, environment: Path
+) -> None:
+    """The first result of a tool is written, the second is not; or questions stand before all answers."""
+    tokenizer = tokenizer_for(template, "<|tool|>", eos="<|end|>")
+    with pytest.raises(RewardError, match=f"it omits messages of the role {role}"):
+        talked(tokenizer, environment, "<|end|>", name)
+
+
 @pytest.mark.parametrize("name", trl_templates())
 def test_published_templates(name: str, environment: Path) -> None:
     """Those that TRL carries: exact, or one token of the model's for one of the template's."""
