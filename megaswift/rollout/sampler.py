@@ -59,6 +59,9 @@ class Completion:
     min-p."""
     finished: bool
     """Whether it ended with a stop token; False: cut at `max_tokens`."""
+    versions: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+    """In the order of the tokens: optimizer steps of the weights, and how many tokens they wrote. Set by the trainer;
+    empty as a sampler returns it."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import CriticTrainer
+from megaswift.trainers.rl.draw_queue import DrawQueue
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
 from megaswift.trainers.rl.evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.generation import CompletionGenerator, is_sampling_rank
@@ -72,6 +73,7 @@ from megaswift.trainers.rl.options.derived import (
     corrects_sampler_mismatch,
     kl_estimator_of,
     kl_in_reward_of,
+    max_staleness_of,
     policy_loss_of,
     whitens_advantages,
 )
@@ -311,6 +313,7 @@ def rl_settings(cfg: SwiftConfig, dp: int) -> RlSettings:
         use_rollout_logprobs=rl.use_rollout_logprobs,
         loss_type=policy_loss_of(cfg),
         each_reward=rl.multi_objective_aggregation == "normalize_then_sum",
+        max_staleness=max_staleness_of(cfg, plan.steps),
     )
 
 
@@ -360,8 +363,8 @@ def rollout_dependencies(
         prompts,
         generation,
         settings.draws,
+        DrawQueue(settings.max_staleness, settings.steps),
         advantage_estimator_entry_of(cfg).greedy_baseline,
-        cfg.rollout.async_generation and not replays,
         cfg.rollout.rollout_sleep,
         offloaded_parts,
         None if critic is None else critic.engine,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from megaswift.trainers.hooks.metrics import read_lines
+from megaswift.trainers.rl.record import RolloutReader
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
@@ -137,6 +138,38 @@ def test_draws_ahead_go_on_where_they_were(folder: Path, tmp_path: Path) -> None
         folder, out, "--max_steps", 4, *ahead, "--resume_from_checkpoint", str(out / "checkpoints" / "step-2")
     )
     assert_same_end(again, whole)
+
+
+def test_the_bound_of_one_generation_is_asynchronous_generation(folder: Path, tmp_path: Path) -> None:
+    """Bit by bit, with two steps on a generation; a bound of 0 is the synchronous run."""
+    steps = ("--max_steps", 6, "--num_iterations", 2)
+    bounded = trained(folder, tmp_path / "bounded", *steps, "--max_staleness", 2)
+    assert_same_end(bounded, trained(folder, tmp_path / "ahead", *steps, "--async_generation", "true"))
+    assert_same_end(
+        trained(folder, tmp_path / "none", *steps, "--max_staleness", 0), trained(folder, tmp_path / "plain", *steps)
+    )
+    lines = read_lines(bounded / "metrics.jsonl")
+    assert [line["sampling/staleness_max"] for line in lines] == [0, 0, 2, 2, 2, 2]
+    assert [line["sampling/queue"] for line in lines] == [1] * 6
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
+def test_a_long_queue_keeps_the_bound(ranks: int, folder: Path, tmp_path: Path) -> None:
+    """Draws by several versions of the weights, on ranks that finish at other times; a restart loses none."""
+    options = ("--max_steps", 8, "--max_staleness", 3, "--save_steps", 3, *(SPREAD if ranks > 1 else ()))
+    saved = ("--save_rollouts", tmp_path / "saved")
+    out = trained(folder, tmp_path / "out", *options, *saved, ranks=ranks)
+    step = out / "checkpoints" / "step-3"
+    trained(folder, out, *options, *saved, "--resume_from_checkpoint", str(step), ranks=ranks)
+    lines = read_lines(out / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(1, 9)]
+    assert all(line["sampling/staleness_max"] <= 3 and line["sampling/queue"] <= 3 for line in lines)
+    assert lines[-1]["sampling/staleness_max"] > 0
+    generations = [RolloutReader(tmp_path / "saved").read(number) for number in range(8)]
+    for number, generation in enumerate(generations):
+        assert max(generation["versions"]) <= number <= min(generation["versions"]) + 3
+    asked = [row for generation in generations for row in generation["rows"][::4]]
+    assert all(sorted(asked[i : i + 12]) == [*range(12)] for i in range(0, len(asked) - 11, 12))
 
 
 SOME = """def long(completions, **_):

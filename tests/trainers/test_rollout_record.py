@@ -90,6 +90,7 @@ KINDS: list[Any] = [
             ("ppo", "ppo", (), 1),
             ("lora", "grpo", ("--train_type", "lora", "--lora_rank", 4), 1),
             ("asynchronous", "grpo", ("--async_generation", "true"), 1),
+            ("queue", "grpo", ("--max_staleness", 5, "--num_iterations", 1), 1),
             ("again", "grpo", ("--dynamic_sample", "true", "--max_resample_times", 2), 1),
             (
                 "environment",
@@ -186,11 +187,20 @@ def rollouts(length: int = 100) -> Generation:
     """A generation of two prompts, conversations and token rewards among them."""
     prompts = [Prompt(number, (5, 6, number), "text", {}) for number in (3, 8) for _ in range(2)]
     tokens = tuple(range(length))
-    plain = Completion(tokens, tuple(-0.1 * (i % 7) for i in tokens), True)
+    versions = ((6, 40), (7, length - 40))
+    plain = Completion(tokens, tuple(-0.1 * (i % 7) for i in tokens), True, versions=versions)
     own = tuple(i % 3 > 0 for i in tokens)
     message = {"role": "user", "content": "ja \U0001f600"}
     talk = MultiTurnCompletion(
-        tokens, (-0.5,) * sum(own), False, own=own, messages=(message,), rewards=(0.25,), ends=(3,), turns=2
+        tokens,
+        (-0.5,) * sum(own),
+        False,
+        versions=((6, length),),
+        own=own,
+        messages=(message,),
+        rewards=(0.25,),
+        ends=(3,),
+        turns=2,
     )
     answers = [plain, talk, plain, plain]
     found = [
@@ -198,7 +208,7 @@ def rollouts(length: int = 100) -> Generation:
         for i, (p, c) in enumerate(zip(prompts, answers, strict=True))
     ]
     places, asked = (0, 1, 6, 7), tuple(p.token_ids for p in prompts)
-    return Generation(4, 2, 6, places, (1, 2, 3, 2**62), asked, tuple(found))
+    return Generation(4, 2, places, (1, 2, 3, 2**62), asked, tuple(found))
 
 
 def test_a_generation_comes_back(tmp_path: Path) -> None:
@@ -212,12 +222,13 @@ def test_a_generation_comes_back(tmp_path: Path) -> None:
         said, wanted = (np.float32(r.completion.logprobs).tolist() for r in (mine, theirs))
         assert said == wanted and mine.completion.token_ids == theirs.completion.token_ids
         assert type(mine.completion) is type(theirs.completion)
+        assert mine.completion.versions == theirs.completion.versions
         assert math.isnan(mine.rewards["b"]) and math.isnan(mine.baseline) and mine.rewards["a"] == theirs.rewards["a"]
         assert (mine.prompt, mine.total, mine.tokens, mine.text) == (theirs.prompt, theirs.total, theirs.tokens, "text")
     talk, wanted_talk = (r.rollouts[1].completion for r in (found, given))
     assert isinstance(talk, MultiTurnCompletion) and isinstance(wanted_talk, MultiTurnCompletion)
     assert [talk.own, talk.messages, talk.ends] == [wanted_talk.own, wanted_talk.messages, wanted_talk.ends]
-    assert (found.number, found.draws, found.version, found.places, found.seeds) == (4, 2, 6, given.places, given.seeds)
+    assert (found.number, found.draws, found.places, found.seeds) == (4, 2, given.places, given.seeds)
     with pytest.raises(ConfigError, match="completion 2 of generation 4 answers row 8; the run draws row 1"):
         generation_of(RolloutReader(tmp_path).read(4), [*taken[:6], other, other], lambda _: "")
     with pytest.raises(ConfigError, match="has no generation 9"):
@@ -230,7 +241,8 @@ def test_bytes_of_a_token_and_its_version(tmp_path: Path) -> None:
     (path,) = recorded_files(tmp_path).values()
     assert path.stat().st_size <= BYTES * 400
     with safe_open(path, "np") as file:
-        assert file.get_tensor("versions").tolist() == [6] * 400
+        mixed = [6] * 40 + [7] * 60
+        assert file.get_tensor("versions").tolist() == [*mixed, *[6] * 100, *mixed, *mixed]
 
 
 @pytest.mark.parametrize("at", [0.01, 0.2, 0.5, 0.9, 0.999])

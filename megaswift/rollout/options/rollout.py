@@ -96,9 +96,17 @@ class RolloutConfig:
     )
     async_generation: bool = option(
         False,
-        "Sample for the next step during training: one step off-policy",
+        "Sample the next generation during training: max_staleness of one generation",
         aliases=("async_generate",),
         tasks=RL,
+    )
+    max_staleness: int = option(
+        0,
+        "Sample during training, with weights at most so many steps old; 0: none",
+        minimum=0,
+        unit="optimizer steps",
+        tasks=RL,
+        metavar="S",
     )
     save_rollouts: str | None = option(
         None, "Folder for the tokens, rewards and seeds of every generation", tasks=RL, metavar="DIR"

@@ -32,7 +32,7 @@ from megaswift.planner.search import AXES, SPLIT, Plan, Question, Row, search
 from megaswift.run.checks.fit import estimate_text, micro_batch_options, settings_left_open
 from megaswift.run.checks.model_spec import model_spec_for_task
 from megaswift.trainers.options.batch_sizes import batch_plan
-from megaswift.trainers.rl.options.derived import generations_per_prompt_of
+from megaswift.trainers.rl.options.derived import generations_per_prompt_of, samples_ahead
 
 IMBALANCE = 1.25
 """Of experts. An assumption, not measured here."""
@@ -69,9 +69,9 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
     if engine not in (NATIVE, AUTO):
         rule = f"plans are for the engines megatron, {', '.join(KINDS)}"
         problems.append(Problem(f"--engine {engine}", rule, "--engine megatron, or leave it out"))
-    if cfg.task in RL and cfg.rollout.async_generation:
-        rule = "plans are for generation and training in turn"
-        problems.append(Problem("--async_generation true", rule, "leave it out"))
+    if cfg.task in RL and samples_ahead(cfg):
+        what = "--async_generation true" if cfg.rollout.async_generation else "--max_staleness"
+        problems.append(Problem(what, "plans are for generation and training in turn", "leave it out"))
     if uncovered := list(uncovered_features(cfg.model, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "plan with a similar model, or without the option"))

@@ -52,7 +52,8 @@ class RewardEvaluationHook(IntervalLinesHook):
         """Evaluate all prompts and write one line."""
         began = time.perf_counter()
         self.scheduler.settle()
-        with self.scheduler.lend_device(lambda _: nullcontext(), has_weights=False):
+        with self.scheduler.lend_device(lambda _: nullcontext()):
+            self.scheduler.queue.synchronized(step.number)
             completions = self.scheduler.generation.write(self.prompts, APART + step.number)
         rollouts = self.scorer(
             self.prompts, completions, self.scheduler.generation.scored_completions(len(self.prompts))

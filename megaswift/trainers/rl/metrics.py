@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megaswift.losses.advantages import groups_without_spread
+from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, model_token_mask
 from megaswift.trainers.rl.scorer import ScoredCompletion
 
@@ -45,6 +46,17 @@ def rollout_statistics(rollouts: Sequence[ScoredCompletion], group: int) -> dict
         answered = sum(max(talk.turns - 1, 0) for talk in talks)
         metrics["completions/rewritten_turns"] = sum(talk.rewritten for talk in talks) / max(answered, 1)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def staleness_metrics(completions: Sequence[Completion], step: int) -> dict[str, float]:
+    """Measure how many optimizer steps older than the weights of `step` those are that wrote the tokens: the mean over
+    tokens, and the largest."""
+    ages = [(step - version, tokens) for c in completions for version, tokens in c.versions if tokens]
+    total = sum(tokens for _, tokens in ages)
+    return {
+        "sampling/staleness": sum(age * tokens for age, tokens in ages) / max(total, 1),
+        "sampling/staleness_max": float(max((age for age, _ in ages), default=0)),
+    }
 
 
 def _moments(mean: str, deviation: str, values: np.ndarray) -> dict[str, float]:

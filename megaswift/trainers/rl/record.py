@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,6 @@ class Generation:
     """Draws of prompts that the run had begun before."""
     draws: int
     """Draws of this generation: more than 1 where groups without spread were drawn again."""
-    version: int
-    """Optimizer steps that the weights had taken which wrote the tokens."""
     places: tuple[int, ...]
     """The place of each completion among all that were drawn, each prompt once for each of its completions."""
     seeds: tuple[int, ...]
@@ -151,7 +149,7 @@ def generation_of(
                 _number(state["baseline"][i]),
             )
         )
-    head = (state["number"], state["draws"], state["version"], tuple(state["places"]), tuple(state["seeds"]))
+    head = (state["number"], state["draws"], tuple(state["places"]), tuple(state["seeds"]))
     return Generation(*head, tuple(tuple(prompts[k]) for k in state["prompt"]), tuple(rollouts))
 
 
@@ -161,16 +159,18 @@ def _completions(state: Mapping[str, Any]) -> Iterator[Completion]:
         np.unpackbits(np.asarray(state["own"], dtype=np.uint8))[: len(state["tokens"])].tolist(), state["lengths"]
     )
     logprobs = _cut(state["logprobs"], [sum(mask) for mask in own])
+    versions = _cut(state["versions"], state["lengths"])
     for i, (ids, mask, said) in enumerate(zip(tokens, own, logprobs, strict=True)):
         turns = state["conversations"][i]
+        runs = tuple((version, len([*same])) for version, same in groupby(versions[i]))
         plain = (tuple(ids), tuple(said), bool(state["finished"][i]))
         if turns is None:
-            yield Completion(*plain)
+            yield Completion(*plain, versions=runs)
             continue
         more: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in turns.items()
         }
-        yield MultiTurnCompletion(*plain, own=tuple(map(bool, mask)), **more)
+        yield MultiTurnCompletion(*plain, own=tuple(map(bool, mask)), versions=runs, **more)
 
 
 def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -185,13 +185,12 @@ def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any
         "tokens": tokens,
         "own": np.packbits(np.asarray([bool(o) for mask in own for o in mask], dtype=np.uint8)),
         "logprobs": np.asarray([p for c in completions for p in c.logprobs], dtype=np.float32),
-        "versions": np.full(len(tokens), generation.version, dtype=np.int32),
+        "versions": np.asarray([v for c in completions for v, n in c.versions for _ in range(n)], dtype=np.int32),
         "prompt_tokens": np.asarray([t for ids in asked for t in ids], dtype=np.int32),
     }
     values: dict[str, Any] = {
         "number": generation.number,
         "draws": generation.draws,
-        "version": generation.version,
         "places": [*generation.places],
         "seeds": [*generation.seeds],
         "rows": [r.prompt.number for r in rollouts],

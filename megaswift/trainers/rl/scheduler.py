@@ -1,22 +1,25 @@
-"""Schedules generation: synchronously, with offloading on a shared device, or asynchronously, one generation ahead of
-training.
+"""Runs the draws that the queue schedules: in the trainer's thread, with offloading on a shared device, or ahead of
+training in the background.
 
-Owns the draw that may be under way, and the order on a device that trainer and sampler share: optimizer and gradients
-leave, the sampler wakes, weights stream, the model's weights leave, completions are written, the sampler sleeps, and
-everything comes back. The critic leaves at the beginning, because the sampler has no use for it.
+Owns the completions of draws under way, and the order on a device that trainer and sampler share: optimizer and
+gradients leave, the sampler wakes, weights stream, the model's weights leave, completions are written, the sampler
+sleeps, and everything comes back. The critic leaves at the beginning, because the sampler has no use for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from megaswift import distributed
 from megaswift.data.prompts.source import Prompt, PromptSource
 from megaswift.engine.protocol import Engine
 from megaswift.rollout.sampler import Completion
+from megaswift.trainers.rl.draw_queue import DrawQueue, QueuedDraw
 from megaswift.trainers.rl.generation import CompletionGenerator
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 
@@ -67,20 +70,18 @@ def lend_device(
 
 
 @dataclass
-class PendingDraw:
-    """A draw that has begun."""
+class Draw:
+    """The prompts and the completions of a draw that has begun."""
 
     before: dict[str, Any]
     """The position of the prompts before these were taken."""
     prompts: list[Prompt]
-    number: int
-    """The number of the generation."""
-    version: int
-    """Optimizer steps that its weights have taken."""
-    future: Future[list[Completion]] | None
-    """This rank's share, under way."""
-    completions: list[Completion] = field(default_factory=list)
-    """All of them, once `settle` has waited."""
+    share: Callable[[], list[Completion]]
+    """Returns this rank's completions: computes them, or waits for the thread that does."""
+    present: Callable[[], bool]
+    """Whether `share` would return at once."""
+    completions: list[Completion] | None = None
+    """Those of all ranks, once they are gathered."""
 
 
 @dataclass
@@ -91,54 +92,94 @@ class CompletionSamplingScheduler:
     generation: CompletionGenerator
     draws: int
     """Completions of a prompt, the greedy one included."""
+    queue: DrawQueue
     greedy: bool = False
     """The last completion of each prompt is greedy."""
-    asynchronous: bool = False
     sleeps: bool = False
     """Whether the sampler gives its memory back between draws."""
     offloaded_parts: frozenset[str] = frozenset()
     """Parts of the trainer that leave the device during a draw: `optimizer`, `model`."""
     critic: Engine | None = None
     """The critic of `ppo`."""
-    ahead: PendingDraw | None = None
-    """The draw that is under way or waits to be used."""
+    under_way: dict[int, Draw] = field(default_factory=dict)
+    """The draws in the queue, by their numbers."""
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "sampler"))
 
-    def draw(self, number: int, has_weights: bool, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
-        """Draw prompts and sample their completions; each prompt is listed once for each completion. `has_weights`: the
-        sampler has the weights already. Collective."""
-        if self.ahead is not None:
+    def draw(self, number: int, step: int, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
+        """Return the prompts, each once for each completion, and the completions of draw `number`, the next one of the
+        queue. Where the queue is empty, the draw begins with the present weights, which have taken `step` steps.
+        Collective."""
+        if self.queue.draws:
             with timed("generation"):
-                self.settle()
-            pending = self.ahead
-            self.ahead = None
-            return pending.prompts, pending.completions
-        prompts = self.take_prompts()
-        with self.lend_device(timed, has_weights):
-            return prompts, self.generation.write(prompts, number, self.greedy_every)
+                self.gather([number])
+        else:
+            with self.lend_device(timed, has_weights=self.queue.version == step):
+                self.queue.synchronized(step)
+                self.begin(number, background=False)
+                self.gather([number])
+        self.queue.take(step)
+        draw = self.under_way.pop(number)
+        assert draw.completions is not None
+        return draw.prompts, draw.completions
 
-    def begin(self, number: int, version: int, timed: Timed) -> None:
-        """Start to draw the next generation in the background, with the present weights, which have taken `version`
-        steps. Collective."""
-        with timed("weight sync"):
-            self.generation.synchronize()
+    def begin_ahead(self, number: int, step: int, due: int, timed: Timed) -> None:
+        """Begin in the background as many draws as the bound on staleness permits. The sampler gets the present weights
+        first, unless it is writing with earlier ones: then no draw begins. Collective.
+
+        Args:
+            number: The number of the next draw that is trained on.
+            step: Optimizer steps taken.
+            due: Optimizer steps taken when the next generation begins.
+        """
+        count = self.queue.room(step, due)
+        if not count:
+            return
+        if self.queue.writing:
+            self.gather(self.arrived())
+        if self.queue.writing:
+            return
+        if self.queue.version != step:
+            with timed("weight sync"):
+                self.generation.synchronize()
+            self.queue.synchronized(step)
+        for _ in range(count):
+            self.begin(number + len(self.queue.draws), background=True)
+
+    def begin(self, number: int, background: bool) -> None:
+        """Take prompts, and begin to sample their completions with the weights that the sampler has."""
         before = self.prompts.state_dict()
         prompts = self.take_prompts()
-        share = self._thread.submit(self.generation.write_share, prompts, number, self.greedy_every)
-        self.ahead = PendingDraw(before, prompts, number, version, share)
+        share = partial(self.generation.write_share, prompts, number, self.greedy_every)
+        if background:
+            future = self._thread.submit(share)
+            self.under_way[number] = Draw(before, prompts, future.result, future.done)
+        else:
+            self.under_way[number] = Draw(before, prompts, share, lambda: True)
+        self.queue.begun(number)
+
+    def arrived(self) -> list[int]:
+        """Return the draws that every rank has sampled its share of. Collective."""
+        late = distributed.all_max([not self.under_way[draw.number].present() for draw in self.queue.draws])
+        return [draw.number for draw, missing in zip(self.queue.draws, late, strict=True) if not missing]
+
+    def gather(self, numbers: Sequence[int]) -> None:
+        """Wait for draws, and gather their completions on every rank. Collective."""
+        for queued in self.queue.draws:
+            draw = self.under_way[queued.number]
+            if queued.number in numbers and draw.completions is None:
+                written = self.generation.gather(draw.share)
+                draw.completions = [replace(c, versions=((queued.version, len(c.token_ids)),)) for c in written]
+        self.queue.finished(numbers)
 
     def settle(self) -> None:
-        """Wait for the draw that is under way, if there is one. Collective."""
-        if self.ahead is not None and self.ahead.future is not None:
-            future = self.ahead.future
-            self.ahead.future = None
-            self.ahead.completions = self.generation.gather(future.result)
+        """Wait for all draws that are under way. Collective."""
+        self.gather([*self.under_way])
 
     def take_prompts(self) -> list[Prompt]:
-        """Take the prompts of the next generation, each once for each completion."""
+        """Take the prompts of the next draw, each once for each completion."""
         return [prompt for prompt in self.prompts.next() for _ in range(self.draws)]
 
-    def lend_device(self, timed: Timed, has_weights: bool) -> AbstractContextManager[None]:
+    def lend_device(self, timed: Timed, has_weights: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the sampler has the device and the model's weights."""
         return lend_device(self.generation, self.engines, self.offloaded_parts, self.sleeps, has_weights, timed)
 
@@ -152,27 +193,56 @@ class CompletionSamplingScheduler:
         """The engines that have memory on the device: the policy's, and the critic's."""
         return [self.generation.engine, *(() if self.critic is None else (self.critic,))]
 
+    def mark(self) -> Callable[[], None]:
+        """Return a function that takes queue and prompts back to their present position. Cheap: draws that are under
+        way stay under way."""
+        draws = dict(self.under_way)
+        queued = [replace(draw) for draw in self.queue.draws]
+        prompts = self.prompts.state_dict()
+
+        def back() -> None:
+            if self.under_way.keys() - draws.keys():
+                self.settle()  # the sampler is idle before other draws begin
+            self.under_way = dict(draws)
+            self.queue.draws = [replace(draw) for draw in queued]
+            self.prompts.load_state_dict(prompts)
+
+        return back
+
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the draw that is under way, and return it."""
+        """Wait for the draws that are under way, and return them. Collective."""
         self.settle()
-        if self.ahead is None:
-            return {}
+        pending = [(queued, self.under_way[queued.number]) for queued in self.queue.draws]
         return {
-            "before": self.ahead.before,
-            "number": self.ahead.number,
-            "version": self.ahead.version,
-            "completions": [asdict(c) for c in self.ahead.completions],
+            "before": pending[0][1].before if pending else self.prompts.state_dict(),
+            "draws": [
+                {
+                    "number": queued.number,
+                    "version": queued.version,
+                    "completions": [asdict(c) for c in draw.completions or ()],
+                }
+                for queued, draw in pending
+            ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the draw that `state_dict` returned, and move the prompts on past it."""
+    def load_state_dict(self, state: Mapping[str, Any], due: int) -> None:
+        """Restore the queue and the position of the prompts. Draws of another size, or too old for this run at the
+        step `due` at which the next generation begins, are left out: their prompts are drawn again. Collective."""
         self.settle()
-        self.ahead = None
-        if state:
-            self.prompts.load_state_dict(state["before"])
-            completions = [completion_from_dict(c) for c in state["completions"]]
-            numbers = (int(state["number"]), int(state.get("version", 0)))
-            self.ahead = PendingDraw(dict(state["before"]), self.take_prompts(), *numbers, None, completions)
+        self.under_way = {}
+        self.queue.draws = []
+        self.queue.version = None
+        self.prompts.load_state_dict(state["before"])
+        for place, saved in enumerate(state["draws"]):
+            before = self.prompts.state_dict()
+            prompts = self.take_prompts()
+            completions = [completion_from_dict(c) for c in saved["completions"]]
+            age = due + place * self.queue.steps - saved["version"]
+            if len(completions) != len(prompts) or age > self.queue.most:
+                self.prompts.load_state_dict(before)
+                break
+            self.under_way[saved["number"]] = Draw(before, prompts, lambda: [], lambda: True, completions)
+            self.queue.draws.append(QueuedDraw(saved["number"], saved["version"], finished=True))
 
     def close(self) -> None:
         """Stop the background thread, after the draw that is under way."""
@@ -184,4 +254,5 @@ def completion_from_dict(state: Mapping[str, Any]) -> Completion:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list | tuple) else value for name, value in state.items()
     }
+    values["versions"] = tuple((version, tokens) for version, tokens in values["versions"])
     return MultiTurnCompletion(**values) if "own" in values else Completion(**values)

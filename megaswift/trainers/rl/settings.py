@@ -43,6 +43,8 @@ class RlSettings:
     """By reward function; empty: all 1."""
     each_reward: bool = False
     """Rewards are normalized one by one (GDPO), so that a group has a spread where any of them has."""
+    max_staleness: int = 0
+    """Optimizer steps by which the weights that sample may be older than those that are trained; 0: not older."""
 
     @property
     def draws(self) -> int:

@@ -34,7 +34,7 @@ from megaswift.trainers.hook import StepExtras, timed
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.critic import CriticTrainer
 from megaswift.trainers.rl.generation import completion_seeds
-from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics
+from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics, staleness_metrics
 from megaswift.trainers.rl.multi_turn import model_token_mask
 from megaswift.trainers.rl.record import Generation, RolloutReader, RolloutWriter, generation_of
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
@@ -104,6 +104,8 @@ class RolloutSource:
         self.fresh = []
         if self.steps_taken >= self.settings.steps:
             self.generate()
+        else:
+            self.begin_ahead()
         micros = self.own_microbatches(self.steps_taken % self.settings.slices)
         self.steps_taken += 1
         self.steps_begun += 1
@@ -128,12 +130,11 @@ class RolloutSource:
 
     def generate(self) -> None:
         """Make a new generation, ready for its first step."""
-        # Completions with their rewards. If they were sampled ahead, the weights have taken all steps of the
-        # generation before since then.
-        staleness = self.settings.steps if self.parts.scheduler.ahead is not None else 0
+        # Completions with their rewards; then the sampler goes on in the background.
         rollouts = self.sample()
         self.completed = [scored_completion_to_rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
         self.steps_taken = 0
+        self.begin_ahead()
 
         # What the loss reads of each token: log-probabilities, values, advantages.
         with self.timed("scoring"):
@@ -142,17 +143,25 @@ class RolloutSource:
         for name, values in fields.items():
             self.set_field(name, dict(enumerate(values)))
 
-        # The next generation, in the background.
-        if self.parts.scheduler.asynchronous:
-            self.parts.scheduler.begin(self.generations, self.steps_begun, self.timed)
-
         # Metrics, and the lines of completions.jsonl.
         self.metrics = rollout_statistics(rollouts, self.settings.group) | self.parts.estimator.metrics
         own = np.concatenate(fields["advantages"]) if any(map(len, fields["advantages"])) else np.zeros(1)
         self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
-        if self.parts.scheduler.asynchronous:
-            self.metrics["sampling/staleness"] = float(staleness)
+        if self.settings.max_staleness:
+            self.metrics |= staleness_metrics([r.completion for r in rollouts], self.steps_begun)
+        if self.settings.max_staleness and self.parts.replay is None:
+            self.metrics["sampling/queue"] = float(len(self.parts.scheduler.queue.draws))
         self.fresh = [*zip(rollouts, fields["advantages"], strict=True)]
+
+    @property
+    def due(self) -> int:
+        """Optimizer steps of the run when the next generation begins."""
+        return self.steps_begun + self.settings.steps - self.steps_taken
+
+    def begin_ahead(self) -> None:
+        """Let the sampler begin the draws that the bound on staleness permits. Collective."""
+        if self.settings.max_staleness and self.parts.replay is None:
+            self.parts.scheduler.begin_ahead(self.generations, self.steps_begun, self.due, self.timed)
 
     def sample(self) -> list[ScoredCompletion]:
         """Draw prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
@@ -162,13 +171,12 @@ class RolloutSource:
         settings = self.settings
         scheduler = self.parts.scheduler
         number = self.generations
-        version = self.steps_begun if scheduler.ahead is None else scheduler.ahead.version
         taken: list[Prompt] = []
         seeds: list[int] = []
         selected: list[tuple[int, ScoredCompletion]] = []
         spare: list[tuple[int, ScoredCompletion]] = []
-        for attempt in range(settings.tries):
-            prompts, completions = scheduler.draw(self.generations, attempt > 0, self.timed)
+        for _ in range(settings.tries):
+            prompts, completions = scheduler.draw(self.generations, self.steps_begun, self.timed)
             seeds += completion_seeds(settings.seed, self.generations, len(prompts))
             self.generations += 1
             with self.timed("rewards"):
@@ -189,7 +197,7 @@ class RolloutSource:
         if self.parts.record is not None:
             asked = tuple(taken[place].token_ids for place in places)
             drawn = tuple(seeds[place] for place in places)
-            generation = Generation(number, self.generations - number, version, places, drawn, asked, found)
+            generation = Generation(number, self.generations - number, places, drawn, asked, found)
             distributed.run_on_rank0(partial(self.parts.record.write, generation))
         return [*found]
 
@@ -305,18 +313,13 @@ class RolloutSource:
         """Return a function that takes the source back to its present position, in this process. Cheap: a draw that is
         under way stays under way."""
         attributes = dict(vars(self))
-        scheduler = self.parts.scheduler
         estimator = self.parts.estimator
-        ahead = scheduler.ahead
-        prompts = scheduler.prompts.state_dict()
+        draws_back = self.parts.scheduler.mark()
         weights = estimator.state_dict()
 
         def back() -> None:
             vars(self).update(attributes)
-            if scheduler.ahead is not ahead:
-                scheduler.settle()
-            scheduler.ahead = ahead
-            scheduler.prompts.load_state_dict(prompts)
+            draws_back()
             estimator.load_state_dict(weights)
 
         return back
@@ -324,10 +327,8 @@ class RolloutSource:
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with a generation that is not used up."""
         unused = self.completed if self.steps_taken < self.settings.steps else []
-        scheduler = self.parts.scheduler
         return {
-            "ahead": scheduler.state_dict(),
-            "prompts": scheduler.prompts.state_dict(),
+            "queue": self.parts.scheduler.state_dict(),
             "generations": self.generations,
             "used": self.steps_taken,
             "steps": self.steps_begun,
@@ -338,16 +339,15 @@ class RolloutSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the position."""
-        self.parts.scheduler.load_state_dict(state["ahead"])
-        self.parts.scheduler.prompts.load_state_dict(state["prompts"])
         self.generations = int(state["generations"])
         self.steps_taken = int(state["used"])
-        self.steps_begun = int(state.get("steps", 0))
+        self.steps_begun = int(state["steps"])
         self.metrics = dict(state["metrics"])
         self.completed = [rollout_tokens_from_dict(c) for c in state["completed"]]
         if len(self.completed) != self.settings.generation:  # used up, or a run whose generations had another size
             self.steps_taken = self.settings.steps
             self.completed = []
+        self.parts.scheduler.load_state_dict(state["queue"], self.due)
         self.parts.estimator.load_state_dict(state["estimator"])
 
 

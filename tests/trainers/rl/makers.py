@@ -19,6 +19,7 @@ from megaswift.rewards.format_and_length_rewards import PerCompletionReward
 from megaswift.rollout.sampler import Completion
 from megaswift.run.policy_task import rl_settings
 from megaswift.trainers.rl.advantages import AdvantageEstimator
+from megaswift.trainers.rl.draw_queue import DrawQueue
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer, ScoredCompletion
 from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource
@@ -168,8 +169,8 @@ def source(worth: Any = None, shares: bool = False, **options: Any) -> RolloutSo
         PromptSource(prompts, settings.generation // settings.group, EpochOrder(len(prompts), False, 0)),
         samples,
         settings.draws,
+        DrawQueue(settings.max_staleness, settings.steps),
         settings.draws > settings.group,
-        cfg.rollout.async_generation,
     )
     parts = RolloutDependencies(
         drawing,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,11 +129,64 @@ def test_a_draw_that_is_under_way_stays_so() -> None:
     for _ in range(4):
         made.mark()
         made.next()
-    ahead = made.parts.scheduler.ahead
-    assert ahead is not None and ahead.future is not None and not ahead.future.done()
+    (ahead,) = made.parts.scheduler.under_way.values()
+    assert not ahead.present()
     free.set()
     made.next()
     assert samples.asked[:2] == [0, 1] and made.step_extras().metrics["sampling/staleness"] == 4
+
+
+class AtOnce:
+    """In the place of the sampler's thread: every draw has ended when it is asked for."""
+
+    def submit(self, work: Any) -> Any:
+        """The completions."""
+        found = work()
+        return SimpleNamespace(result=lambda: found, done=lambda: True)
+
+
+def queued(most: int) -> RolloutSource:
+    """A source with a queue of several generations, of a sampler that is never late."""
+    made = source(max_staleness=most, **FOUR)
+    thread: Any = AtOnce()
+    made.parts.scheduler._thread = thread
+    return made
+
+
+@pytest.mark.parametrize("taken", [1, 3, 4, 6, 8, 9])
+@pytest.mark.parametrize("most", [3, 4, 9])
+def test_a_queue_goes_on_where_it_was(most: int, taken: int) -> None:
+    """Draws that wait, their versions and the prompts behind them; a generation takes four steps."""
+    first, second = queued(most), queued(most)
+    for _ in range(taken):
+        first.next()
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    assert json.loads(json.dumps(second.state_dict())) == state
+    waiting = [draw["version"] for draw in state["queue"]["draws"]]
+    assert len(waiting) == {3: taken % 4 != 1, 4: 1, 9: 2 + (taken % 4 == 0)}[most]
+    for _ in range(9):
+        assert told(first.next()) == told(second.next()) and timeless(first) == timeless(second)
+    assert min(most, 8) <= first.metrics["sampling/staleness_max"] == first.metrics["sampling/staleness"] <= most
+    assert first.metrics["sampling/queue"] == (2 if most == 9 else most == 4)
+
+
+@pytest.mark.parametrize("other", [{"max_staleness": 4}, {}, {"max_staleness": 8, "generation_batch_size": 8}])
+def test_draws_that_do_not_fit_are_drawn_again(other: dict[str, int]) -> None:
+    """A run that goes on with a smaller bound or generations of another size trains on each prompt once."""
+    first, second = queued(8), source(**{**FOUR, **other})
+    for _ in range(9):
+        first.next()
+    state = json.loads(json.dumps(first.state_dict()))
+    assert [draw["version"] for draw in state["queue"]["draws"]] == [4, 8]
+    second.load_state_dict(state)
+    asked = []
+    for _ in range(12):
+        second.next()
+        asked += [r.prompt.number for r, _ in second.fresh[::2]]
+        if second.fresh:
+            assert second.metrics.get("sampling/staleness_max", 0) <= other.get("max_staleness", 0)
+    assert asked == [*range(24, 24 + len(asked))]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from megaswift.trainers.rl.options.derived import (
     kl_estimator_of,
     kl_in_reward_of,
     policy_loss_of,
+    samples_ahead,
     weighs_kl_by_ratio,
 )
 
@@ -74,10 +75,6 @@ def _biased(option: str) -> Test:
 
 _GAE = ("advantage_estimator",)
 _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
-
-
-def _generates_ahead(c: Sections) -> bool:
-    return c.rollout.async_generation
 
 
 def _holds_prompts_out(c: Sections) -> bool:
@@ -231,6 +228,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
             "importance_sampling_correction",
             "rollout_backend",
             "async_generation",
+            "max_staleness",
         ),
         lambda c: (
             policy_loss_of(c) == "vespo"
@@ -259,12 +257,18 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--importance_sampling_clip_max 3",
     ),
     ConflictingOptions(
-        ("async_generation", "offload_model", "offload_optimizer", "rollout_sleep"),
+        ("async_generation", "max_staleness", "offload_model", "offload_optimizer", "rollout_sleep"),
         lambda c: (
-            _generates_ahead(c) and (c.rollout.offload_model or c.rollout.offload_optimizer or c.rollout.rollout_sleep)
+            samples_ahead(c) and (c.rollout.offload_model or c.rollout.offload_optimizer or c.rollout.rollout_sleep)
         ),
         "samples during training, so the sampler and the trainer cannot use the memory in turn",
         "leave out --offload_model, --offload_optimizer and --rollout_sleep",
+    ),
+    ConflictingOptions(
+        ("async_generation", "max_staleness"),
+        lambda c: c.rollout.async_generation and c.rollout.max_staleness > 0,
+        "sets max_staleness to the optimizer steps of a generation",
+        "leave out one of the two",
     ),
     ConflictingOptions(
         ("save_rollouts", "replay_rollouts"),
@@ -285,9 +289,9 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--rollout_backend vllm_server, with a server of that tensor parallel size",
     ),
     ConflictingOptions(
-        ("vllm_tensor_parallel_size", "async_generation"),
-        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and _generates_ahead(c),
-        "is not supported with async_generation: collectives of sampling and training would run in different orders",
+        ("vllm_tensor_parallel_size", "async_generation", "max_staleness"),
+        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and samples_ahead(c),
+        "is not supported during training: collectives of sampling and training would run in different orders",
         "--rollout_backend vllm_server, with a server of that tensor parallel size",
     ),
     ConflictingOptions(

@@ -68,7 +68,17 @@ def corrects_sampler_mismatch(c: Any) -> bool:
     given: bool | None = c.rl.importance_sampling_correction
     if given is not None or c.rl.use_rollout_logprobs:
         return bool(given)
-    return c.rollout.rollout_backend != "transformers" or c.rollout.async_generation
+    return c.rollout.rollout_backend != "transformers" or samples_ahead(c)
+
+
+def samples_ahead(c: Any) -> bool:
+    """Whether completions may be sampled before the steps of earlier generations are taken."""
+    return bool(c.rollout.async_generation or c.rollout.max_staleness)
+
+
+def max_staleness_of(c: Any, steps: int) -> int:
+    """Optimizer steps by which the sampler's weights may be behind; `steps`: those on a generation."""
+    return steps if c.rollout.async_generation else c.rollout.max_staleness
 
 
 def weighs_kl_by_ratio(c: Any) -> bool:

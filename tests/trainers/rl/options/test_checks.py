@@ -154,10 +154,11 @@ CLASHING = [
         "--use_vllm --importance_sampling_clip_max none --importance_sampling_mode token_truncate",
     ),
     ("async_generation", "--async_generation --offload_model"),
+    ("async_generation", "--async_generation --max_staleness 2"),
     ("save_rollouts", "--save_rollouts d --replay_rollouts d"),
     ("replay_rollouts", "--replay_rollouts d --val_dataset v.jsonl"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --environment e.py:E"),
-    ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --async_generation"),
+    ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --max_staleness 1"),
     ("train_type", "--engine ddp --train_type boft --quantization_bit 4"),
     ("adapters", "ppo --train_type lora --adapters d"),
     ("freeze_parameters", "ppo --freeze_parameters norm"),
@@ -263,8 +264,9 @@ def test_a_task_by_any_of_its_words(words: str) -> None:
 @pytest.mark.parametrize("task", ["grpo", "ppo"])
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
 def test_samples_of_earlier_weights_are_weighed_with_every_sampler(task: str, backend: str) -> None:
-    made = SwiftConfig(task=task, async_generation=True, rollout_backend=backend)
+    made = SwiftConfig(task=task, max_staleness=3, rollout_backend=backend)
     assert corrects_sampler_mismatch(made)
+    assert corrects_sampler_mismatch(made.replace(max_staleness=0, async_generation=True))
     assert not corrects_sampler_mismatch(made.replace(importance_sampling_correction=False))
 
 
