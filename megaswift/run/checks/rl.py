@@ -22,6 +22,7 @@ from megaswift.rewards.functions import NAMED, SPELLINGS, is_file_function
 from megaswift.rewards.options import RewardConfig
 from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.trainers.options.batch_sizes import batch_problems
+from megaswift.trainers.rl.adapters import adapter_problems, is_adapted
 from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
 
 TRANSFORMERS = "transformers"
@@ -101,6 +102,9 @@ def reward_problems(cfg: SwiftConfig) -> Iterator[Problem]:
         for text in texts:
             file = Path(text.rpartition(":")[0]).expanduser()
             if isinstance(text, NamedObject) or text in registered[flag]:
+                continue
+            if flag == "environment" and is_adapted(text):
+                yield from adapter_problems(text)
                 continue
             if names_module(text):
                 try:

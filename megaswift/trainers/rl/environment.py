@@ -23,17 +23,25 @@ from megaswift.base.user_code import convert_user_code_errors, defined_at, impor
 from megaswift.errors import ConfigError, Problem, RewardError, UserError, did_you_mean_hint, without_control_characters
 from megaswift.options.plugins import PLUGINS
 from megaswift.rewards.scoring import USABLE, float_or_none, is_usable
+from megaswift.trainers.rl.adapters import adapted_environment, is_adapted
 
 Message = dict[str, Any]
 Turn = tuple[list[Message], float, bool]
 """(messages that answer the model: none ends the conversation, reward of this turn, whether it has ended)."""
 Observation = str | list[Message]
 """Before the model's first turn: text for the last message of the prompt, or messages after it; empty: nothing."""
+GYMNASIUM = 5
+"""Values that Gymnasium's `step` returns."""
 MESSAGES = '[{"role": "tool", "content": "..."}]'
 
 
 class Environment(Protocol):
-    """The methods of a user's environment class. Each may be `async def` too."""
+    """The methods of a user's environment class. Each may be `async def` too.
+
+    Gymnasium's are accepted as well: `reset(seed, options)`, where `options` are the prompt and the columns, and a
+    `step` that returns (observation, reward, terminated, truncated, info), with an observation as `reset` returns it.
+    `close`, if there is one, is called at the end of a conversation.
+    """
 
     def reset(self, prompt: Any, **columns: Any) -> Observation | None:
         """Begin a new conversation, given the row's prompt, as text or messages, and its other columns."""
@@ -52,6 +60,8 @@ def load_environment_class(text: str) -> Callable[[], Environment]:
         environment = text.thing
     elif text in PLUGINS.environments:
         environment = PLUGINS.environments[text]
+    elif is_adapted(text):
+        return adapted_environment(text)
     elif names_module(text):
         environment = find_object(text, "environment")
     else:
@@ -99,23 +109,41 @@ class EnvironmentWithNamedErrors:
             raise RewardError(Problem(flag, f"made {_shown(inner)}, which has no {lacking}", METHODS))
         return cls(flag, inner)
 
-    def reset(self, prompt: Any, columns: Mapping[str, Any]) -> Observation:
+    def reset(self, prompt: Any, columns: Mapping[str, Any], row: int = 0) -> Observation:
         """Begin a conversation, and return the first observation; empty if there is none. RewardError if the user's
-        method raises or returns something else."""
+        method raises or returns something else. `row`: the number of the prompt's row, Gymnasium's seed unless there is
+        a column `seed`."""
         names = [without_control_characters(name) for name in sorted(columns)]
         passed = f"reset gets prompt and the row's columns: {', '.join(names) or 'none'}"
+        given = deepcopy(dict(columns))
+        method = functools.partial(self.inner.reset, deepcopy(prompt), **given)
+        if self._is_gymnasium():
+            seed = given.get("seed", row)
+            method = functools.partial(self.inner.reset, seed=seed, options={"prompt": deepcopy(prompt), **given})
+            passed = "it is called with Gymnasium's seed and options, the prompt and the row's columns"
         returned = self._call(
-            functools.partial(self.inner.reset, deepcopy(prompt), **deepcopy(dict(columns))),
+            method,
             lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}", passed)),
         )
         if isinstance(returned, tuple) and len(returned) == 2 and _is_info(returned[1]):
             returned = returned[0]  # as Gymnasium has it: (observation, info)
+        fix = f"return the first observation as text or as messages, {MESSAGES}, or None"
+        return self._checked_observation(returned, "reset", fix)
+
+    def _checked_observation(self, returned: Any, method: str, fix: str) -> Observation:
         if returned is None:
             return ""
         if isinstance(returned, str):
-            return self._checked_text(returned, "reset returned text")
-        fix = f"return the first observation as text or as messages, {MESSAGES}, or None"
-        return self._checked_messages(returned, "reset", fix)
+            return self._checked_text(returned, f"{method} returned text")
+        return self._checked_messages(returned, method, fix)
+
+    def _is_gymnasium(self) -> bool:
+        """Whether `reset` takes what Gymnasium's takes."""
+        try:
+            parameters = inspect.signature(self.inner.reset).parameters
+        except (TypeError, ValueError):
+            return False
+        return {"seed", "options"} <= parameters.keys() and "prompt" not in parameters
 
     def step(self, answer: str) -> Turn:
         """Take one turn. RewardError if the user's method raises or returns something else."""
@@ -123,6 +151,12 @@ class EnvironmentWithNamedErrors:
             functools.partial(self.inner.step, answer),
             lambda trace: RewardError(Problem(self.flag, f"step failed on {answer[:80]!r}\n{trace}")),
         )
+        if isinstance(returned, tuple) and len(returned) == GYMNASIUM:
+            observation, reward, *ends, _ = returned
+            done: Any = any(map(float_or_none, ends)) if None not in map(float_or_none, ends) else None
+            fix = "return the observation as text, for example by a gymnasium.ObservationWrapper"
+            seen = self._checked_observation(observation, "step", fix)
+            returned = ([{"role": "user", "content": seen}] if isinstance(seen, str) else seen, reward, done)
         if not isinstance(returned, tuple | list) or len(returned) != 3:
             rule = f"step returned {_shown(returned)}{self._place('step')}"
             raise RewardError(Problem(self.flag, rule, "return (messages, reward, done)"))
@@ -138,6 +172,14 @@ class EnvironmentWithNamedErrors:
             raise RewardError(Problem(self.flag, f"step returned done as {_shown(done)}{self._place('step')}", fix))
         fix = f"return {MESSAGES}, or [] to end the conversation"
         return self._checked_messages(messages, "step", fix), worth, bool(ended)
+
+    def close(self) -> None:
+        """End a conversation. RewardError if the user's method raises."""
+        method = getattr(self.inner, "close", None)
+        if callable(method):
+            self._call(
+                functools.partial(method), lambda trace: RewardError(Problem(self.flag, f"close failed\n{trace}"))
+            )
 
     def _call(self, method: functools.partial[Any], say: Callable[[str], UserError]) -> Any:
         """What a method returns, awaited where it is `async def`."""
@@ -179,9 +221,17 @@ class EnvironmentWithNamedErrors:
         return str(text)
 
 
-@functools.cache
+_ONE_LOOP = threading.Lock()
+
+
 def _loop() -> asyncio.AbstractEventLoop:
     """The event loop of all environments: clients that a class keeps belong to the loop in which they first waited."""
+    with _ONE_LOOP:  # conversations begin at the same time
+        return _started_loop()
+
+
+@functools.cache
+def _started_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
     return loop

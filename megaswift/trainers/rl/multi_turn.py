@@ -142,13 +142,14 @@ class MultiTurnRunner:
             if not dialogue.ended:
                 answer = yield partial(environment.step, turn.content)
                 self._answered(dialogue, turn, answer)
+        yield environment.close
         return dialogue.closed()
 
     def _open(self, prompt: Prompt) -> tuple[EnvironmentWithNamedErrors, Observation]:
         """A new environment, which may speak first."""
         environment = self.make()
         content: Any = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
-        return environment, environment.reset(content, prompt.columns)
+        return environment, environment.reset(content, prompt.columns, prompt.number)
 
     def _begun(
         self, prompt: Prompt, environment: EnvironmentWithNamedErrors, observation: Observation, most: int

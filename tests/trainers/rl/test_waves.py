@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from megaswift.data.prompts.source import Prompt
 from megaswift.errors import Problem, RewardError
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
-from megaswift.trainers.rl import waves
+from megaswift.trainers.rl import environment, waves
 from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, MultiTurnRunner
@@ -197,6 +197,21 @@ def test_tokens_of_a_model_do_not_depend_on_when_environments_answer(
     assert [talk.token_ids for talk in held] == [talk.token_ids for talk in plain]
     for one, other in zip(held, plain, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=5e-6)
+
+
+def test_conversations_that_begin_together_share_an_event_loop(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where making one takes a moment."""
+    make = asyncio.new_event_loop
+
+    def slowly() -> asyncio.AbstractEventLoop:
+        time.sleep(0.1)
+        return make()
+
+    environment._started_loop.cache_clear()
+    monkeypatch.setattr(asyncio, "new_event_loop", slowly)
+    monkeypatch.setattr(AsyncWorld, "loops", set())
+    talked(tokenizer, Counts(tokenizer), AsyncWorld, 8)
+    assert len(AsyncWorld.loops) == 1
 
 
 def test_more_conversations_than_threads(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
