@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaswift.bisection.ahead import tokens_ahead
 from megaswift.bisection.placement import Placement, plan_entry
 from megaswift.bisection.reference import Microbatch, ReferenceStep, rows_of
 from megaswift.bisection.trace_folder import INPUT, KINDS, LOSS, OF_PARAMETERS, Entry, RankTrace, Trace
@@ -236,7 +237,7 @@ def _part(
     whole = step.activations.get((entry.kind, entry.name, number))
     if whole is None or entry.kind == LOSS:
         return None if whole is None else _Part(whole)
-    lie = rows_of(rows[number])
+    lie = rows_of(rows[number], tokens_ahead(entry.name))
     if placement.tokens(shape[0], lie, place) is None:
         return _Part(whole, comparable=False)
     found = placement.cut_activation(whole, shape, entry, lie, place)

@@ -47,12 +47,22 @@ def write_first_layers(source: Path, target: Path, layers: int, weights: bool = 
         stored = open_weights(source)
         index = {}
         for number, key in enumerate(stored.names()):
-            match = LAYER.search(key)
-            if match is None or int(match[1]) < layers:
-                index[key] = f"model-{number:05}.safetensors"
-                save_file({key: stored.slice(key).contiguous()}, target / index[key], metadata={"format": "pt"})
+            kept = _kept(key, config[name], layers)
+            if kept is not None:
+                index[kept] = f"model-{number:05}.safetensors"
+                save_file({kept: stored.slice(key).contiguous()}, target / index[kept], metadata={"format": "pt"})
         (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return target
+
+
+def _kept(key: str, whole: int, layers: int) -> str | None:
+    """The name of a tensor in the smaller model; None for a layer that is left out. Layers for multi-token prediction
+    are numbered after the others."""
+    match = LAYER.search(key)
+    if match is None or key.startswith("mtp.") or int(match[1]) < layers:
+        return key
+    number = int(match[1]) - whole + layers
+    return None if number < layers else key[: match.start(1)] + str(number) + key[match.end(1) :]
 
 
 def _first(config: dict[str, Any], whole: int, name: str, layers: int) -> dict[str, Any]:

@@ -37,6 +37,8 @@ def recipe_of(cfg: SwiftConfig, spec: ModelSpec, lr: float) -> Recipe:
         aux_coeff=aux if spec.experts else 0.0,
         z_coeff=(cfg.model.moe_z_loss_coeff or 0.0) if spec.experts else 0.0,
         sigmoid=sigmoid,
+        ahead_weight=cfg.model.mtp_loss_scaling_factor,
+        ahead_detached=cfg.model.mtp_detach_heads,
         biased=not sigmoid and bool(spec.transformer.get("moe_router_enable_expert_bias")),
     )
 
@@ -56,6 +58,7 @@ def placement_of(trace: Trace, model: Path) -> Placement:
     """Return what the ranks of a trace hold of the model in a folder."""
     config = read_config_json(model)
     spec = family_of(config).spec(config)
+    spec = replace(spec, features=replace(spec.features, mtp_layers=trace.about.get("mtp_layers", 0)))
     return Placement(WeightPlan(family_of(config), spec), spec, trace.layout)
 
 

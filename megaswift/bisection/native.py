@@ -37,7 +37,8 @@ def record_step(engine: Any, microbatches: Sequence[Batch], loss: Loss, lr: floa
     recorder.record_step(microbatches, loss, lr)
     recorder.trace.write(folder)
     if engine.rank == 0:
-        write_index(folder, engine.layout, engine.dtype, program=f"megaswift {__version__}", lr=lr, **more)
+        more |= {"program": f"megaswift {__version__}", "lr": lr, "mtp_layers": engine.spec.mtp_layers}
+        write_index(folder, engine.layout, engine.dtype, **more)
 
 
 def record_run(cfg: SwiftConfig, folder: Path) -> None:

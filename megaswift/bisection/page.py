@@ -27,6 +27,8 @@ td.n{text-align:right;font-variant-numeric:tabular-nums} .bad td{background:#fde
 .bad td{background:#4a1f1c}}
 """
 SHORT = {BACKWARD: "output gradient", WEIGHT: "main weight", GATHERED: "model's weight"}
+AHEAD = "MTP "
+"""Before the number of a layer for multi-token prediction."""
 NO_TENSOR = "#8884"
 
 
@@ -43,6 +45,8 @@ def _row_of(verdict: Verdict) -> str:
     parts = verdict.name.split(".")
     if parts[0] == "layers":
         return f"layer {parts[1]}"
+    if parts[0] == "mtp":
+        return f"{AHEAD}{int(parts[2]) + 1}"
     return {"output_layer": "head"}.get(parts[0], parts[0])
 
 
@@ -53,10 +57,12 @@ def _cell_of(verdict: Verdict) -> tuple[str, tuple[str, int]]:
 def _place(row: str) -> tuple[int, int]:
     if row.startswith("layer "):
         return 2, int(row[6:])
+    if row.startswith(AHEAD):
+        return 5, int(row.removeprefix(AHEAD))
     order = ("input_ids", "labels", "loss_weights", "valid", "cu_seqlens")
     if row in order:
         return 0, order.index(row)
-    return {"embedding": (1, 0), "final_layernorm": (3, 0), "head": (4, 0), "loss": (5, 0)}.get(row, (6, 0))
+    return {"embedding": (1, 0), "final_layernorm": (3, 0), "head": (4, 0), "loss": (6, 0)}.get(row, (7, 0))
 
 
 def _columns(found: Comparison) -> list[tuple[str, int]]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +38,8 @@ from megaswift.engine.megatron.optim.optimizer import optimizer_parts
 from megaswift.engine.megatron.weights import canonical_parameter_name
 from megaswift.losses.contract import Batch, Loss
 
-LAYER = re.compile(r"layers\.(\d+)$")
-MIXTURE = re.compile(r"layers\.\d+\.mlp")
-UNCOUNTED = re.compile(r"^mtp|\.experts\.|^embedding|^output_layer")
+LAYER = re.compile(r"layers\.\d+|mtp\.layers\.\d+\.transformer_layer")
+UNCOUNTED = re.compile(r"\.experts\.|^embedding|^output_layer")
 """Modules with weights whose outputs have no counterpart, or that are never called."""
 CORE = ".core_attention"
 ACTIVATION = re.compile(r"(.*mlp(?:\.shared_experts)?)\.linear_fc2")
@@ -74,9 +74,9 @@ class StepRecorder:
                         hooks.callback(module.register_forward_pre_hook(self._rotated_hook(name)).remove)
                 hooks.callback(chunk.register_forward_hook(self._head_hook(chunk)).remove)
                 for layer in chunk.decoder.layers[:1]:
-                    if layer.layer_number > 1:
-                        record = _with_input(self._hook(f"layers.{layer.layer_number - 2}"))
-                        hooks.callback(layer.register_forward_pre_hook(record, with_kwargs=True).remove)
+                    read = EMBEDDING if layer.layer_number == 1 else f"layers.{layer.layer_number - 2}"
+                    record = _with_input(self._hook(read))
+                    hooks.callback(layer.register_forward_pre_hook(record, with_kwargs=True).remove)
             yield
 
     def _modules(self, chunk: SwiftGPT) -> Iterator[tuple[str, nn.Module]]:
@@ -88,10 +88,11 @@ class StepRecorder:
             name = canonical_parameter_name(f"{local}.", chunk, engine.spec, engine.context)[:-1]
             short = _short(name)
             has_weight = f"{name}.weight" in weights and not UNCOUNTED.search(name)
-            mixture = MIXTURE.fullmatch(short) and hasattr(module, "router")
+            layer = LAYER.fullmatch(short) is not None
+            mixture = hasattr(module, "router")
             core = name.endswith(CORE) and not gated
             own = has_weight and not _does_more_than_hugging_faces(module)
-            if name == EMBEDDING or LAYER.fullmatch(short) or mixture or core or own:
+            if layer or mixture or core or own:
                 yield short, module
 
     def _number(self, name: str) -> int:
@@ -133,12 +134,16 @@ class StepRecorder:
             if not chunk.post_process:
                 return
             needs = chunk.needs
-            rows = [i for i, name in enumerate(needs.names) if name in needs.differentiable]
             number = self._number(HEAD)
-            self.trace.add(Entry(OUTPUT, HEAD, number), _tokens_first(out)[:, rows])
-            if out.requires_grad:
-                entry = Entry(BACKWARD, HEAD, number)
-                out.register_hook(lambda gradient: self.trace.add(entry, _tokens_first(gradient)[:, rows]))
+            fields = {HEAD: [i for i, name in enumerate(needs.names) if name in needs.differentiable]}
+            fields |= {f"mtp.layers.{n}.{HEAD}": [len(needs.names) + n] for n in range(needs.ahead)}
+            for name, rows in fields.items():
+                self.trace.add(Entry(OUTPUT, name, number), _tokens_first(out)[:, rows])
+                if out.requires_grad:
+                    out.register_hook(partial(keep_gradient, Entry(BACKWARD, name, number), rows))
+
+        def keep_gradient(entry: Entry, rows: list[int], gradient: Tensor) -> None:
+            self.trace.add(entry, _tokens_first(gradient)[:, rows])
 
         return record
 

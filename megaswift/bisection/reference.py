@@ -6,7 +6,7 @@ Megatron is compared with the Hugging Face modules that own its weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megaswift.bisection.ahead import PARAMETER, LayersAhead, tokens_ahead
 from megaswift.bisection.placement import Rows, plan_entry
 from megaswift.bisection.precision import ReorderedSums, Widened
 from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT
@@ -51,6 +52,10 @@ class Recipe:
     """Routers score by sigmoids."""
     biased: bool = False
     """Experts are chosen by a bias beside softmax, which the balancing loss leaves out."""
+    ahead_weight: float = 0.0
+    """Of the mean loss of the layers for multi-token prediction."""
+    ahead_detached: bool = False
+    """No gradient flows from these layers into the embedding, the decoder and the head."""
 
     def updated(self, name: str, weight: Tensor, gradient: Tensor) -> Tensor:
         """Take the first step of the optimizer with a clipped gradient."""
@@ -106,35 +111,41 @@ class HuggingFaceStep:
                 first moved by one unit in the last place, up or down as drawn, and products add up in another order.
         """
         model = _load(self.folder)
-        main = {name: p.detach().clone() for name, p in model.named_parameters()} if seed is None else {}
+        ahead = LayersAhead(model, self.folder, self.plan) if self.plan.spec.mtp_layers else None
+        parts = [model] if ahead is None else [model, ahead.made]
+        parameters = [*model.named_parameters(), *(() if ahead is None else ahead.named_parameters())]
+        main = {name: p.detach().clone() for name, p in parameters} if seed is None else {}
         mode: AbstractContextManager[Any] = nullcontext()
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
+        for part in parts:
+            part.to(self.dtype)
         if seed is None:
-            model.to(self.dtype).to(wide)
-            if wide == torch.float64:
-                mode = Widened()
-                model.set_experts_implementation("eager")  # grouped products have no float64
+            for part in parts:
+                part.to(wide)
+                if wide == torch.float64:
+                    mode = Widened()
+                    part.set_experts_implementation("eager")  # grouped products have no float64
         else:
-            model.to(self.dtype)
-            _perturb(model, seed)
+            _perturb(parameters, seed)
             mode = ReorderedSums(seed)
         step = ReferenceStep()
-        gradients = {name: torch.zeros_like(p, dtype=wide) for name, p in model.named_parameters()}
-        count = sum(float(fields["loss_weights"].sum()) for fields in rows.values()) or 1.0
+        gradients = {name: torch.zeros_like(p, dtype=wide) for name, p in parameters}
+        counts = [_labels(rows.values(), further) or 1.0 for further in range(self.plan.spec.mtp_layers + 1)]
         filled = sum(bool(fields["valid"].any()) for fields in rows.values())
         for number, fields in rows.items():
             with mode:
-                _Pass(self, model, step, number, fields, names).run(count, max(filled, 1))
-            for name, p in model.named_parameters():
+                _Pass(self, model, ahead, step, number, fields, names).run(counts, max(filled, 1))
+            for name, p in parameters:
                 if p.grad is not None:
                     gradients[name] += p.grad
                     p.grad = None
-        self._update(model, step, main, gradients, trained)
+        self._update(model, ahead, step, main, gradients, trained)
         return step
 
     def _update(
         self,
         model: nn.Module,
+        ahead: LayersAhead | None,
         step: ReferenceStep,
         main: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
@@ -142,21 +153,21 @@ class HuggingFaceStep:
     ) -> None:
         """Clip by the global norm, then take the first step of the optimizer."""
         recipe = self.recipe
-        reduced = _by_disk_name(model, gradients)
+        reduced = _by_disk_name(model, ahead, gradients)
         used = {name: g for name, g in reduced.items() if name in trained}
         norm = sum(float(g.square().sum()) for g in used.values()) ** 0.5
         if recipe.max_grad_norm > 0:
             step.clipping = min(1.0, recipe.max_grad_norm / (norm + CLIP_EPSILON))
         step.parameters[GRADIENT] = {name: g.float() for name, g in used.items()}
         step.parameters[CLIPPED] = {name: (g * step.clipping).float() for name, g in used.items()}
-        step.start = {name: p for name, p in _by_disk_name(model, main).items() if name in used}
+        step.start = {name: p for name, p in _by_disk_name(model, ahead, main).items() if name in used}
 
-    def modules(self, model: nn.Module, name: str) -> list[nn.Module]:
+    def modules(self, model: nn.Module, ahead: LayersAhead | None, name: str) -> list[nn.Module]:
         """The Hugging Face modules whose outputs, joined by columns, are the output of Megatron's module `name`; empty
         where there are none."""
         entry = plan_entry(self.plan, f"{name}.weight")
         paths = [] if entry is None else [hf.removesuffix(".weight") for hf in entry.hf]
-        found = [_submodule(model, path) for path in paths]
+        found = [_submodule(model, ahead, path) for path in paths]
         return [m for m in found if m is not None] if all(m is not None for m in found) else []
 
 
@@ -167,6 +178,7 @@ class _Pass:
         self,
         owner: HuggingFaceStep,
         model: Any,
+        ahead: LayersAhead | None,
         step: ReferenceStep,
         number: Microbatch,
         fields: Mapping[str, Tensor],
@@ -174,6 +186,7 @@ class _Pass:
     ) -> None:
         self.owner = owner
         self.model = model
+        self.ahead = ahead
         self.step = step
         self.number = number
         self.fields = fields
@@ -182,11 +195,17 @@ class _Pass:
         self.longest = max((end - start for _, start, end in self.documents), default=0)
         while self.longest in _head_counts(model):
             self.longest += 1  # of padding, so that heads and tokens are told apart by their number
-        self.routers: list[tuple[Tensor, Tensor]] = []
+        self.routers: list[tuple[str, Tensor, Tensor]] = []
+        """(Name, logits, chosen experts)."""
+        self.hidden: Tensor | None = None
+        """The decoder's last hidden states."""
+        self.prefix = "layers.{}"
+        """Names of the layers whose attention is computed at present."""
         self.gradients: list[RemovableHandle] = []
 
-    def run(self, count: float, filled: int) -> None:
-        """Record both passes; gradients are left in the parameters."""
+    def run(self, counts: Sequence[float], filled: int) -> None:
+        """Record both passes; gradients are left in the parameters. `counts`: labels of the global batch, of the head
+        and of each layer for multi-token prediction."""
         if not self.documents:
             return
         ids = torch.zeros(len(self.documents), self.longest, dtype=torch.long)
@@ -195,34 +214,58 @@ class _Pass:
         with ExitStack() as hooks:
             self._hook_all(hooks)
             logits = self.model(input_ids=ids, use_cache=False).logits
-        objective = self._objective(logits, count) + self._router_losses(filled)
+            ahead = self._loss_ahead(ids, counts[1:])
+        smoothing = self.owner.recipe.label_smoothing
+        loss = self._cross_entropy("head", logits, smoothing) / counts[0] + ahead
+        self.step.activations[LOSS, "loss", self.number] = loss.detach().reshape(1)
+        objective = loss + self._router_losses(filled)
         if objective.requires_grad:
             objective.backward()
         for hook in self.gradients:
             hook.remove()  # which holds the graph that holds it, where Python's collector sees no circle
 
-    def _objective(self, logits: Tensor, count: float) -> Tensor:
-        """This micro-batch's share of the mean cross-entropy over all labels."""
-        smoothing = self.owner.recipe.label_smoothing
-        labels, weights = (self._of_documents(self.fields[name]) for name in ("labels", "loss_weights"))
-        wide = logits.float()
+    def _loss_ahead(self, ids: Tensor, counts: Sequence[float]) -> Tensor:
+        """This micro-batch's share of what the layers for multi-token prediction add (arXiv:2412.19437, equations 24
+        and 25)."""
+        total = torch.zeros((), dtype=torch.float64)
+        ahead = self.ahead
+        if ahead is None:
+            return total
+        recipe = self.owner.recipe
+        head = self.model.get_output_embeddings().weight
+        hidden = self.hidden
+        assert hidden is not None
+        if recipe.ahead_detached:
+            head = head.detach()
+            hidden = hidden.detach()
+        self.prefix = "mtp.layers.{}.transformer_layer"
+        for layer, count in enumerate(counts):
+            vectors = self.model.get_input_embeddings()(ids.roll(-layer - 1, 1))
+            hidden = ahead.hidden_states(layer, hidden, vectors.detach() if recipe.ahead_detached else vectors)
+            loss = self._cross_entropy(f"mtp.layers.{layer}.head", F.linear(hidden, head), 0.0) / count
+            total = total + recipe.ahead_weight / len(counts) * loss
+        return total
+
+    def _cross_entropy(self, name: str, logits: Tensor, smoothing: float) -> Tensor:
+        """The sum over labels, from logits [documents, n, V]; log-probabilities are recorded under a name."""
+        further = tokens_ahead(name)
+        labels, weights = (self._of_documents(self.fields[part], further) for part in ("labels", "loss_weights"))
         picked = weights != 0
-        log_p = F.log_softmax(wide[picked], -1)
+        log_p = F.log_softmax(logits.float()[picked], -1)
         chosen = log_p.gather(-1, labels[picked][:, None])[:, 0]
         fields = chosen.new_zeros(weights.shape).masked_scatter(picked, chosen).unsqueeze(-1)
-        self._record("head", fields)
+        self._record(name, fields)
         losses = -fields[..., 0][picked]
         if smoothing:
             losses = (1 - smoothing) * losses - smoothing * log_p.mean(-1)
-        total = (losses * weights[picked]).sum() / count
-        self.step.activations[LOSS, "loss", self.number] = total.detach().reshape(1)
-        return total
+        return (losses * weights[picked]).sum()
 
     def _router_losses(self, filled: int) -> Tensor:
         """Load-balancing loss (arXiv:2101.03961, equations 4 to 6) and z loss (arXiv:2202.08906, equation 5)."""
         recipe = self.owner.recipe
         total = torch.zeros((), dtype=torch.float64)
-        for logits, chosen in self.routers:
+        for name, logits, chosen in self.routers:
+            factor = recipe.ahead_weight / self.owner.plan.spec.mtp_layers if tokens_ahead(name) else 1.0
             experts = logits.shape[-1]
             probabilities = logits.float().softmax(-1)
             if recipe.sigmoid:
@@ -231,8 +274,9 @@ class _Pass:
             if recipe.sigmoid or recipe.biased:
                 chosen = probabilities.topk(chosen.shape[-1]).indices
             share = F.one_hot(chosen, experts).float().sum(1).mean(0) / chosen.shape[-1]
-            total = total + recipe.aux_coeff / filled * experts * (share * probabilities.mean(0)).sum()
-            total = total + recipe.z_coeff / filled * logits.float().logsumexp(-1).square().mean()
+            balance = experts * (share * probabilities.mean(0)).sum()
+            square = logits.float().logsumexp(-1).square().mean()
+            total = total + factor / filled * (recipe.aux_coeff * balance + recipe.z_coeff * square)
         return total
 
     def _hook_all(self, hooks: ExitStack) -> None:
@@ -243,10 +287,15 @@ class _Pass:
         hooks.callback(layers[0].register_forward_pre_hook(first, with_kwargs=True).remove)
         for number, layer in enumerate(layers):
             hooks.callback(layer.register_forward_hook(partial(self._on_output, f"layers.{number}")).remove)
+        if self.ahead is not None:
+            hooks.callback(decoder.register_forward_hook(self._on_decoder).remove)
+            for number in range(len(self.ahead.layers)):
+                record = partial(self._on_output, f"mtp.layers.{number}.transformer_layer")
+                hooks.callback(self.ahead.block(number).register_forward_hook(record).remove)
         for name in sorted(self.names):
             stem, _, last = name.rpartition(".")
             if last in INPUT_OF:
-                for module in self.owner.modules(self.model, f"{stem}.{INPUT_OF[last]}"):
+                for module in self._modules(f"{stem}.{INPUT_OF[last]}"):
                     hook = partial(self._on_input, name)
                     hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             elif name.endswith(".mlp"):
@@ -257,7 +306,7 @@ class _Pass:
                 for module in self._routers(name):
                     hooks.callback(module.register_forward_hook(partial(self._on_router, name)).remove)
             else:
-                found = self.owner.modules(self.model, name)
+                found = self._modules(name)
                 parts: list[Tensor] = []
                 for module in found:
                     hook = partial(self._on_part, name, parts, len(found))
@@ -265,22 +314,32 @@ class _Pass:
         if self.model.config._attn_implementation == ATTENTION:
             hooks.enter_context(_attention_calls(self._on_attention))
 
+    def _modules(self, name: str) -> list[nn.Module]:
+        return self.owner.modules(self.model, self.ahead, name)
+
     def _mixture(self, name: str) -> nn.Module | None:
         """The Hugging Face block of experts of a layer."""
-        layer = self.model.get_decoder().layers[int(name.split(".")[1])]
+        further = tokens_ahead(name)
+        if further and self.ahead is not None:
+            layer = self.ahead.block(further - 1)
+        else:
+            layer = self.model.get_decoder().layers[int(name.split(".")[1])]
         return getattr(layer, "mlp", None)
 
     def _routers(self, name: str) -> list[nn.Module]:
         """Modules of which one may be the router, whose output is (logits, weights, experts): the one with its weight,
         or the one around it."""
-        found = self.owner.modules(self.model, name)
+        found = self._modules(name)
         entry = plan_entry(self.owner.plan, f"{name}.weight")
-        around = None if entry is None else _submodule(self.model, entry.hf[0].rsplit(".", 2)[0])
+        around = None if entry is None else _submodule(self.model, self.ahead, entry.hf[0].rsplit(".", 2)[0])
         mixture = self._mixture(name.removesuffix(".router"))
         found += [
             m for m in (around, getattr(mixture, "gate", None), getattr(mixture, "router", None)) if m is not None
         ]
         return list(dict.fromkeys(found))
+
+    def _on_decoder(self, _module: nn.Module, _args: Any, out: Any) -> None:
+        self.hidden = out.last_hidden_state
 
     def _on_output(self, name: str, _module: nn.Module, _args: Any, out: Any) -> None:
         self._record(name, out[0] if isinstance(out, tuple) else out)
@@ -295,7 +354,8 @@ class _Pass:
         logits = out[0]
         scores = out[1]
         chosen = out[-1]
-        self.routers.append((self._valid(logits), self._valid(chosen)))
+        further = tokens_ahead(name)
+        self.routers.append((name, self._valid(logits, further), self._valid(chosen, further)))
         if scores.shape != chosen.shape:
             self._record(name, scores)
             return
@@ -334,7 +394,7 @@ class _Pass:
     def _on_attention(self, layer: int, query: Tensor, key: Tensor) -> None:
         """Queries and keys [documents, heads, n, d]."""
         for part, value in (("query", query), ("key", key)):
-            self._record(f"layers.{layer}{CORE}.{part}", value)
+            self._record(f"{self.prefix.format(layer)}{CORE}.{part}", value)
 
     def _record(self, name: str, value: Tensor) -> None:
         """A value [documents, n, ...] or [documents, heads, n, d], and its gradient."""
@@ -360,26 +420,45 @@ class _Pass:
         """[documents, n, columns] to [s x b, columns], 0 on padding."""
         b, s = self.fields["input_ids"].shape
         whole = torch.zeros(s, b, value.shape[-1])
-        for i, (row, start, end) in enumerate(self.documents):
+        for i, (row, start, end) in enumerate(self._further(tokens_ahead(name))):
             whole[start:end, row] = value[i, : end - start]
         self.step.activations[kind, name, self.number] = whole.flatten(0, 1)
 
-    def _of_documents(self, field: Tensor) -> Tensor:
-        """A field [b, s] as [documents, n], 0 past the ends."""
+    def _of_documents(self, field: Tensor, further: int = 0) -> Tensor:
+        """A field [b, s] as [documents, n], by the positions of so many tokens before; 0 past the ends."""
         out = field.new_zeros(len(self.documents), self.longest)
-        for i, (row, start, end) in enumerate(self.documents):
-            out[i, : end - start] = field[row, start:end]
+        for i, (row, start, end) in enumerate(self._further(further)):
+            out[i, : end - start] = field[row, start + further : end + further]
         return out
 
-    def _valid(self, value: Tensor) -> Tensor:
-        """[documents x n, ...] without padding."""
+    def _further(self, further: int) -> Iterator[tuple[int, int, int]]:
+        """(Row, start, end) of the tokens of each document that so many others follow."""
+        for row, start, end in self.documents:
+            yield row, start, max(start, end - further)
+
+    def _valid(self, value: Tensor, further: int) -> Tensor:
+        """[documents x n, ...] of the tokens that so many others follow."""
         whole = value.reshape(len(self.documents), -1, value.shape[-1])
-        return torch.cat([whole[i, : end - start] for i, (_, start, end) in enumerate(self.documents)])
+        return torch.cat([whole[i, : end - start] for i, (_, start, end) in enumerate(self._further(further))])
 
 
-def rows_of(fields: Mapping[str, Tensor]) -> Rows:
-    """Return the layout of a micro-batch's tokens."""
-    return Rows(fields["valid"], fields.get("cu_seqlens"))
+def rows_of(fields: Mapping[str, Tensor], further: int = 0) -> Rows:
+    """Return the layout of a micro-batch's tokens; `further`: only those that so many others follow."""
+    valid = fields["valid"]
+    if further:
+        valid = torch.zeros_like(valid)
+        for row, start, end in documents_of(fields):
+            valid[row, start : max(start, end - further)] = True
+    return Rows(valid, fields.get("cu_seqlens"))
+
+
+def _labels(rows: Iterable[Mapping[str, Tensor]], further: int) -> float:
+    """The weights of all labels that lie so many tokens further in the same document."""
+    return sum(
+        float(fields["loss_weights"][row, start + further : end].sum())
+        for fields in rows
+        for row, start, end in documents_of(fields)
+    )
 
 
 def _head_counts(model: Any) -> list[int]:
@@ -397,7 +476,10 @@ def documents_of(fields: Mapping[str, Tensor]) -> Iterator[tuple[int, int, int]]
                 yield row, start, start + length
 
 
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
+def _submodule(model: nn.Module, ahead: LayersAhead | None, path: str) -> nn.Module | None:
+    found = None if ahead is None else ahead.module(path)
+    if found is not None:
+        return found
     for name in (path, path.replace(".block_sparse_moe.", ".mlp."), path.replace(".block_sparse_moe", ".mlp")):
         try:
             return model.get_submodule(name)
@@ -443,18 +525,22 @@ def _attention_calls(listener: Callable[[int, Tensor, Tensor], None]) -> Iterato
         _listening.remove(listener)
 
 
-def _by_disk_name(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_disk_name(model: Any, ahead: LayersAhead | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of parameters by the names of files: transformers holds the experts of a layer in one."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, dict(tensors))
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(PARAMETER)}
+    found: dict[str, Tensor] = revert_weight_conversion(model, own)
+    if ahead is not None:
+        found |= ahead.by_disk_name({name: tensor for name, tensor in tensors.items() if name not in own})
+    return found
 
 
 @torch.no_grad()
-def _perturb(model: nn.Module, seed: int) -> None:
+def _perturb(parameters: Iterable[tuple[str, Tensor]], seed: int) -> None:
     """Move each weight to a neighbouring number of its dtype."""
     generator = torch.Generator().manual_seed(seed)
-    for _, p in sorted(model.named_parameters()):
+    for _, p in sorted(parameters):
         p.data = neighbours(p.data, generator)
 
 

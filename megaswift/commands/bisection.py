@@ -41,7 +41,6 @@ AXES = {
 }
 UNKNOWN_TO_THE_REFERENCE = {
     "model": (
-        "mtp_num_layers",
         "freeze_parameters",
         "trainable_parameters",
         "fp8_format",
@@ -211,6 +210,11 @@ def _on_this_machine(
         source = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         options["model"] = str(write_first_layers(source, scratch / "model", layers, not cfg.model.random_init))
     changed = cfg.replace(**options)
+    if changed.model.mtp_num_layers:
+        from megaswift.bisection.ahead import check_reference
+        from megaswift.folders.source import locate_model
+
+        check_reference(locate_model(changed.model, weights=False, verify=False))
     return changed, Layout.from_config(changed.parallel, world)
 
 

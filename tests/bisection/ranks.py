@@ -10,6 +10,7 @@ from typing import Any
 
 from megaswift.bisection.trace_folder import Trace
 from tests.parity.cases import Case, global_batch, own
+from tests.parity.mtp import MTP
 from tests.parity.oracle import Recipe as Optimizer
 from tests.parity.pool import Pool, RankError
 
@@ -35,7 +36,8 @@ def options_of(task: Task) -> dict[str, Any]:
     from tests.parity.measure import recipe_options
 
     aux = AUX if task.case.moe else {}
-    return {**recipe_options(Optimizer(max_grad_norm=0.5), False), **aux, **task.options}
+    optimizer = Optimizer(max_grad_norm=0.5, mtp_layers=MTP.get(task.case.variant, 0))
+    return {**recipe_options(optimizer, False), **aux, **task.options}
 
 
 def record(rank: int, world: int, task: Task) -> None:
@@ -43,6 +45,8 @@ def record(rank: int, world: int, task: Task) -> None:
     import torch
 
     from megaswift.bisection.native import record_step
+    from megaswift.losses.contract import Loss
+    from megaswift.losses.mtp import MultiTokenPrediction
     from megaswift.losses.sft import CrossEntropy
     from tests.parity.measure import build
 
@@ -52,7 +56,10 @@ def record(rank: int, world: int, task: Task) -> None:
 
         plant(task.fault, engine, context)
     mine = own(global_batch(task.case, task.step), task.case.dp, context.layout.coordinates(rank).dp)
-    loss = CrossEntropy(float(task.options.get("label_smoothing_factor", 0.0)))
+    loss: Loss = CrossEntropy(float(task.options.get("label_smoothing_factor", 0.0)))
+    layers = MTP.get(task.case.variant, 0)
+    if layers:
+        loss = MultiTokenPrediction(loss, layers, Optimizer().mtp_weight)
     record_step(engine, mine, loss, 4e-4, task.trace)
     torch.distributed.barrier()
     context.close()
@@ -62,7 +69,7 @@ def explained(case: Case, pool: Pool, model: Path, options: Mapping[str, Any], f
     """Take the first step of a case that failed, and return bisect's screen for the message of the failure.
 
     Args:
-        case: The case; without adapters and layers for multi-token prediction.
+        case: The case; without adapters.
         pool: Where its ranks run.
         model: The model's folder.
         options: More options of the configuration.

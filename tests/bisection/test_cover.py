@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.bisection.ranks import Task, verdict
-from tests.parity import cover, cover_te, models
-from tests.parity.cases import Case
+from tests.parity import cover, cover_te, models, test_mtp
+from tests.parity.cases import Case, parse
 from tests.parity.pool import Pool
 
-CASES = [c for model in cover.SWITCHES for c in cover.default(model)]
-TE_CASES = [*cover_te.default("dense"), *cover_te.default("moe")]
+AHEAD = [parse(text) for text in (*test_mtp.DEFAULT, "qwen3_5_moe-mtp dp2 ep2", "qwen3_5-mtp pp2 tied")]
+CASES = [*AHEAD, *(c for model in cover.SWITCHES for c in cover.default(model))]
+TE_CASES = [*map(parse, test_mtp.TRANSFORMER_ENGINE), *cover_te.default("dense"), *cover_te.default("moe")]
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 

@@ -87,6 +87,21 @@ def test_two_layouts_against_each_other(folder: Path, pool: Pool) -> None:
         judge(Trace.open(folder / "shorter"), model, cfg)
 
 
+@pytest.mark.process
+def test_no_difference_in_layers_for_multi_token_prediction(folder: Path, pool: Pool) -> None:
+    """Two layers behind each other, whose tokens at the ends of documents do not count."""
+    _, found = recorded("deepseek_v3-mtp tp2 sp packed", folder, pool)
+    assert found.first is None
+    kinds = {v.kind for v in found.verdicts if v.name.startswith("mtp.layers.1.")}
+    assert kinds == set(KINDS) - {"input", "loss"}
+    names = {v.name.removeprefix("mtp.layers.1.") for v in found.verdicts if v.kind == "output_gradient"}
+    inside = ("mlp", "mlp.router", "self_attention.linear_proj", "self_attention.core_attention")
+    joining = ("enorm", "hnorm", "eh_proj", "final_layernorm", "head", "transformer_layer")
+    assert {*joining, *(f"transformer_layer.{name}" for name in inside)} <= names
+    assert all(name.endswith("expert_bias (gathered_weight)") for name in found.skipped), "which no gradient moves"
+    assert "MTP 2" in page(found, Layout(2, tp=2), "hf")
+
+
 WRONG_SHARD = Fault("dense tp2 pp2", "wrong_shard", 1, QKV, "tp", 1)
 FAULTS = [
     Fault("dense tp2 pp2", "no_backward_reduction", 3, FC1, answers=(f"layers.3.{FC1}",)),

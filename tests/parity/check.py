@@ -32,7 +32,7 @@ def check(
     title = f"{case} {dict(options)}" if options else str(case)
     if any(d.bad for d in differences):
         more = ""
-        if not recipe.mtp_layers and options.get("train_type", "full") == "full":
+        if options.get("train_type", "full") == "full":
             more = f"\n{explained(case, pool, folder, options)}"
         raise AssertionError(f"\n{table(title, differences)}{more}")
 
