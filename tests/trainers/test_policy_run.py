@@ -53,6 +53,24 @@ class Waits(Count):
     async def step(self, answer):
         await asyncio.sleep(self.seconds)
         return super().step(answer)
+
+
+class Agent:
+    """Asks three times; rows of odd numbers begin anew for the third."""
+
+    async def run(self, prompt, base_url, number, **columns):
+        from openai import AsyncOpenAI
+
+        client = AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0)
+        messages, reward = list(prompt), 0.0
+        for turn in range(3):
+            if turn == 2 and number % 2:
+                messages = [{"role": "user", "content": "2"}]
+            given = {"model": "policy", "messages": messages, "max_tokens": 5}
+            said = (await client.chat.completions.create(**given)).choices[0].message.content
+            reward += sum(c.isdigit() for c in said) / 10
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "3"}]
+        return reward
 '''
 
 
@@ -412,6 +430,22 @@ def test_environments_that_are_awaited(folder: Path, tmp_path: Path) -> None:
     assert texts[0] == texts[1] == texts[2] and max(len(text) for text in texts[0]) == 3
     replay = ("--replay_rollouts", saved)
     again = trained(folder, tmp_path / "again", "--max_steps", 2, *replay, judge="", world="Waits")
+    assert_same_end(again, alone)
+
+
+def test_an_agent_on_two_ranks(folder: Path, tmp_path: Path) -> None:
+    """The same sessions on one rank and on two, by tokens that the trainer scores as the sampler did; and a replay."""
+    saved = tmp_path / "saved"
+    world = {"judge": "", "world": "Agent"}
+    limits = ("--max_steps", 2, "--max_completion_length", 40)
+    alone = trained(folder, tmp_path / "alone", *limits, "--save_rollouts", saved, **world)  # type: ignore[arg-type]
+    two = trained(folder, tmp_path / "two", *limits, *SPREAD, ranks=2, **world)  # type: ignore[arg-type]
+    assert completions(two) == completions(alone) and all(line["completion"] for line in completions(alone))
+    lines = read_lines(alone / "metrics.jsonl")
+    assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5
+    assert lines[0]["agent/segments_edited"] > 0 and 1 < lines[0]["agent/segments"] < 2
+    assert 0 < lines[0]["agent/untrained_tokens"] < 0.5
+    again = trained(folder, tmp_path / "again", *limits, "--replay_rollouts", saved, **world)  # type: ignore[arg-type]
     assert_same_end(again, alone)
 
 

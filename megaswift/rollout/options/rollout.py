@@ -79,7 +79,7 @@ class RolloutConfig:
     )
     environment: str | None = option(
         None,
-        "Environment for multi-turn rollouts",
+        "Environment or agent for multi-turn rollouts",
         aliases=("multi_turn_scheduler",),
         tasks=RL,
         takes_objects=True,

@@ -111,6 +111,18 @@ class ChatTurns:
         self._check_rendered(messages, len(answers), before.tools, (text, rest))
         return Continuation(Conversation(messages, text, before.tools), rest, rewritten)
 
+    def model_turn(self, before: Sequence[int], ids: Sequence[int], stops: Sequence[int]) -> ModelTurn:
+        """Decode the tokens `ids`, which follow those of `before`, as a turn of the model. `stops`: tokens that end
+        one."""
+        tokenizer = self.tokenizer
+        context = list(before[-1:])  # decoders of some tokenizers drop a blank at the beginning
+        lead = tokenizer.decode(context, clean_up_tokenization_spaces=False)
+        written = tokenizer.decode([*context, *ids], clean_up_tokenization_spaces=False)
+        content = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ended = bool(ids) and ids[-1] in (*stops, tokenizer.eos_token_id)
+        end = tokenizer.decode(ids[-1:], clean_up_tokenization_spaces=False) if ended else ""
+        return ModelTurn(written.removeprefix(lead), content, end)
+
     def tokens(self, end: str, between: str) -> list[int]:
         """Return the tokens of `between`, as they are behind the token that ended the turn."""
         if end:

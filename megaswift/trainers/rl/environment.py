@@ -50,6 +50,13 @@ class Environment(Protocol):
         """Answer what the model has said, which comes without special tokens."""
 
 
+class Agent(Protocol):
+    """A class that leads conversations by itself, in the place of an environment. `run` may be `async def` too."""
+
+    def run(self, prompt: Any, base_url: str, **columns: Any) -> float | None:
+        """Answer a prompt with the run's model, which is at `base_url` in OpenAI's API; returns the reward."""
+
+
 def load_environment_class(text: str) -> Callable[[], Environment]:
     """Load the class (or function that makes an environment) of `FILE.py:NAME` or `module:NAME`, or the one that a
     script gives or registers; ConfigError with what to do where there is none."""
@@ -84,10 +91,16 @@ def load_environment_class(text: str) -> Callable[[], Environment]:
     return environment
 
 
-METHODS = "define reset(prompt, **columns) and step(answer)"
+METHODS = "define reset(prompt, **columns) and step(answer), or run(prompt, base_url, **columns)"
+
+
+def _is_agent(environment: Any) -> bool:
+    return callable(getattr(environment, "run", None)) and not callable(getattr(environment, "step", None))
 
 
 def _lacking_methods(environment: Any) -> str:
+    if _is_agent(environment):
+        return ""
     missing = (method for method in ("reset", "step") if not callable(getattr(environment, method, None)))
     return " and no ".join(missing)
 
@@ -172,6 +185,24 @@ class EnvironmentWithNamedErrors:
             raise RewardError(Problem(self.flag, f"step returned done as {_shown(done)}{self._place('step')}", fix))
         fix = f"return {MESSAGES}, or [] to end the conversation"
         return self._checked_messages(messages, "step", fix), worth, bool(ended)
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it is an agent: it has `run` in the place of `reset` and `step`."""
+        return _is_agent(self.inner)
+
+    def run(self, prompt: Any, base_url: str, columns: Mapping[str, Any]) -> float:
+        """Let an agent answer a prompt, and return the reward. RewardError if it raises or returns something else."""
+        method: Any = getattr(self.inner, "run")  # noqa: B009
+        returned = self._call(
+            functools.partial(method, deepcopy(prompt), base_url, **deepcopy(dict(columns))),
+            lambda trace: RewardError(Problem(self.flag, f"run failed\n{trace}")),
+        )
+        worth = 0.0 if returned is None else float_or_none(returned)
+        if worth is None or not is_usable(worth):
+            rule = f"run returned the reward {_shown(returned)}{self._place('run')}"
+            raise RewardError(Problem(self.flag, rule, f"return {USABLE}, or None for no reward"))
+        return worth
 
     def close(self) -> None:
         """End a conversation. RewardError if the user's method raises."""

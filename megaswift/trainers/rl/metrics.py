@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from megaswift.losses.advantages import groups_without_spread
 from megaswift.rollout.sampler import Completion
+from megaswift.trainers.rl.agents.session import REASONS
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, model_token_mask
 from megaswift.trainers.rl.scorer import ScoredCompletion
 
@@ -45,7 +47,23 @@ def rollout_statistics(rollouts: Sequence[ScoredCompletion], group: int) -> dict
     if talks:
         answered = sum(max(talk.turns - 1, 0) for talk in talks)
         metrics["completions/rewritten_turns"] = sum(talk.rewritten for talk in talks) / max(answered, 1)
+    metrics |= _agents([talk for talk in talks if talk.segments])
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _agents(sessions: Sequence[MultiTurnCompletion]) -> dict[str, float]:
+    """Of agents: segments of a session, how many began for each reason, and the share of the model's tokens that are in
+    other segments than the one that is trained on."""
+    if not sessions:
+        return {}
+    reasons = Counter(reason for session in sessions for reason in session.segments)
+    left = sum(session.untrained for session in sessions)
+    own = sum(map(sum, (session.own for session in sessions)))
+    return {
+        "agent/segments": reasons.total() / len(sessions),
+        "agent/untrained_tokens": left / max(left + own, 1),
+        **{f"agent/segments_{reason}": float(reasons[reason]) for reason in REASONS[1:]},
+    }
 
 
 def staleness_metrics(completions: Sequence[Completion], step: int) -> dict[str, float]:

@@ -6,20 +6,23 @@ Conversations advance independently of each other (`waves.py`).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import util
 from typing import Any
 
 import numpy as np
 
 from megaswift.data.prompts.source import Prompt
-from megaswift.errors import Problem, RewardError
+from megaswift.errors import ConfigError, Problem, RewardError
 from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
+from megaswift.trainers.rl.agents.session import Session
 from megaswift.trainers.rl.chat_turns import REFUSALS, ChatTurns, Conversation, ModelTurn, refusal_text
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, Message, Observation, Turn
-from megaswift.trainers.rl.waves import Ask, Talk, lead_conversations
+from megaswift.trainers.rl.waves import Ask, Asker, Talk, lead_conversations
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class MultiTurnCompletion(Completion):
     """Tokens of the prompt with the environment's first observation; empty where it gave none."""
     prompt_content: str | tuple[Message, ...] = ()
     """The same as `Prompt.content`."""
+    segments: tuple[str, ...] = ()
+    """Of an agent's session: why each of its segments began; this is the one with the most tokens of the model."""
+    untrained: int = 0
+    """Tokens of the model in the other segments."""
 
     def prompt(self, given: Prompt) -> Prompt:
         """The prompt that was answered: the row's, with the first observation."""
@@ -125,14 +132,22 @@ class MultiTurnRunner:
         and the number of the turn: not on when other conversations are ready.
         """
 
-        def begin(number: int) -> Talk[MultiTurnCompletion]:
-            return self._talk(prompts[number], seeds[number], sampling)
+        def begin(number: int, ask: Asker) -> Talk[MultiTurnCompletion]:
+            return self._talk(prompts[number], seeds[number], sampling, ask)
 
         return [*lead_conversations(begin, len(prompts), sampler, sampling)]
 
-    def _talk(self, prompt: Prompt, seed: int, sampling: SamplingParams) -> Talk[MultiTurnCompletion]:
-        """Lead one conversation."""
-        environment, observation = yield partial(self._open, prompt)
+    def _talk(self, prompt: Prompt, seed: int, sampling: SamplingParams, ask: Asker) -> Talk[MultiTurnCompletion]:
+        """Lead one conversation, or let an agent do it."""
+        environment: EnvironmentWithNamedErrors = yield self.make
+        content: Any = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
+        if environment.is_agent:
+            session = Session(self.chat, sampling, seed, self.max_turns, self.max_length)
+            with _endpoint(environment.flag).opened(session, ask) as address:
+                reward = yield partial(environment.run, content, address, prompt.columns)
+            yield environment.close
+            return _of_session(session, reward, environment.flag)
+        observation = yield partial(environment.reset, content, prompt.columns, prompt.number)
         dialogue = self._begun(prompt, environment, observation, sampling.max_tokens)
         while not dialogue.ended:
             context = [*dialogue.asked.token_ids, *dialogue.tokens]
@@ -144,12 +159,6 @@ class MultiTurnRunner:
                 self._answered(dialogue, turn, answer)
         yield environment.close
         return dialogue.closed()
-
-    def _open(self, prompt: Prompt) -> tuple[EnvironmentWithNamedErrors, Observation]:
-        """A new environment, which may speak first."""
-        environment = self.make()
-        content: Any = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
-        return environment, environment.reset(content, prompt.columns, prompt.number)
 
     def _begun(
         self, prompt: Prompt, environment: EnvironmentWithNamedErrors, observation: Observation, most: int
@@ -196,7 +205,7 @@ class MultiTurnRunner:
         dialogue.tokens += ids
         dialogue.own += [True] * len(ids)
         dialogue.logprobs += completion.logprobs[:room]
-        turn = self._model_turn(before, ids, stops)
+        turn = self.chat.model_turn(before, ids, stops)
         dialogue.messages.append({"role": "assistant", "content": turn.content})
         dialogue.turns += 1
         dialogue.ended = not completion.finished or len(completion.token_ids) > room
@@ -227,16 +236,36 @@ class MultiTurnRunner:
         dialogue.tokens += tokens
         dialogue.own += [False] * len(tokens)
 
-    def _model_turn(self, before: Sequence[int], ids: Sequence[int], stops: Sequence[int]) -> ModelTurn:
-        """Decode the tokens `ids`, which follow those of `before`, as a turn of the model."""
-        tokenizer = self.chat.tokenizer
-        context = list(before[-1:])  # decoders of some tokenizers drop a blank at the beginning
-        lead = tokenizer.decode(context, clean_up_tokenization_spaces=False)
-        written = tokenizer.decode([*context, *ids], clean_up_tokenization_spaces=False)
-        content = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ended = bool(ids) and ids[-1] in (*stops, tokenizer.eos_token_id)
-        end = tokenizer.decode(ids[-1:], clean_up_tokenization_spaces=False) if ended else ""
-        return ModelTurn(written.removeprefix(lead), content, end)
+
+def _endpoint(flag: str) -> Any:
+    """The endpoint of this process. ConfigError where its packages are missing."""
+    lacking = [name for name in ("fastapi", "uvicorn") if util.find_spec(name) is None]
+    if lacking:
+        rule = f"is an agent, whose endpoint needs {' and '.join(lacking)}"
+        raise ConfigError(Problem(flag, rule, "pip install 'megaswift[serve]'"))
+    return importlib.import_module("megaswift.trainers.rl.agents.endpoint").agent_endpoint()
+
+
+def _of_session(session: Session, reward: float, flag: str) -> MultiTurnCompletion:
+    """What an agent's session has become: its longest segment."""
+    segment = session.trained()
+    if segment is None:
+        raise RewardError(Problem(flag, "run returned and has not asked the model for anything", "use its base_url"))
+    return MultiTurnCompletion(
+        tuple(segment.tokens),
+        tuple(segment.logprobs),
+        segment.finished,
+        tuple(segment.own),
+        tuple(segment.messages),
+        (reward,),
+        (segment.count,),
+        segment.turns,
+        segment.rewritten,
+        segment.prompt_ids,
+        segment.asked,
+        tuple(one.reason for one in session.segments),
+        sum(one.count for one in session.segments) - segment.count,
+    )
 
 
 def _with_text(content: Any, text: str) -> Any:

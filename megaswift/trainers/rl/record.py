@@ -28,7 +28,10 @@ from megaswift.trainers.rl.scorer import ScoredCompletion
 
 NAME = re.compile(r"generation-(\d{6,})\.safetensors")
 FORMAT = "megaswift rollouts 1"
-TURNS = ("messages", "rewards", "ends", "turns", "rewritten", "prompt_ids", "prompt_content")
+TURNS = (
+    *("messages", "rewards", "ends", "turns", "rewritten", "prompt_ids", "prompt_content"),
+    *("segments", "untrained"),
+)
 """Fields of a conversation beside its tokens."""
 
 

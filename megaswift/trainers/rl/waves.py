@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -16,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megaswift.rollout.sampler import Sampler, SamplingParams, SinglePromptSampler
+from megaswift.rollout.sampler import Completion, Sampler, SamplingParams, SinglePromptSampler
 
 T = TypeVar("T")
 
@@ -40,11 +42,13 @@ Call = Callable[[], Any]
 Talk = Generator[Ask | Call, Any, T]
 """A conversation: yields `Ask`, to which a completion is sent, and calls of an environment, to which their results are
 sent; returns what it has become. All calls of a conversation are made in one thread."""
+Asker = Callable[[Ask], Future[Completion]]
+"""Asks the sampler from any thread while a call is under way."""
+Begin = Callable[[int, Asker], Talk[T]]
+"""Makes the conversation of a number."""
 
 
-def lead_conversations(
-    begin: Callable[[int], Talk[T]], count: int, sampler: Sampler, sampling: SamplingParams
-) -> list[T]:
+def lead_conversations(begin: Begin[T], count: int, sampler: Sampler, sampling: SamplingParams) -> list[T]:
     """Lead conversations to their ends, and return what they have become.
 
     Args:
@@ -60,11 +64,11 @@ def lead_conversations(
     try:
         leader.start()
         while wave := leader.next_wave():
-            asked = [seat.asked for seat in wave]
-            together = replace(sampling, max_tokens=max(one.room for one in asked))
-            completions = sampler.generate([one.context for one in asked], together, [one.seed for one in asked])
-            for seat, completion in zip(wave, completions, strict=True):
-                leader.go_on(seat, completion)
+            asked = [one.ask for one in wave]
+            together = replace(sampling, max_tokens=max(ask.room for ask in asked))
+            completions = sampler.generate([a.context for a in asked], together, [a.seed for a in asked])
+            for one, completion in zip(wave, completions, strict=True):
+                leader.deliver(one, completion)
     finally:
         leader.close()
     return [leader.found[number] for number in range(count)]
@@ -77,21 +81,24 @@ class _Seat:
     number: int = -1
     """Of the conversation."""
     talk: Any = None
-    asked: Ask = Ask((), 0, 0)
-    """What the conversation waits for, if it is ready."""
     calls: SimpleQueue[Call | None] = field(default_factory=SimpleQueue)
 
 
-class _Leader:
-    """The seats of a batch of conversations. All methods are called in one thread."""
+@dataclass
+class _Asked:
+    """A turn that a conversation waits for."""
 
-    def __init__(
-        self,
-        begin: Callable[[int], Talk[Any]],
-        count: int,
-        sampler: Sampler,
-        sampling: SamplingParams,
-    ) -> None:
+    seat: _Seat
+    number: int
+    ask: Ask
+    answer: Future[Completion] | None = None
+    """Where the completion goes; None: to the conversation itself."""
+
+
+class _Leader:
+    """The seats of a batch of conversations. All methods but `ask` are called in one thread."""
+
+    def __init__(self, begin: Begin[Any], count: int, sampler: Sampler, sampling: SamplingParams) -> None:
         self.begin = begin
         self.numbers = iter(range(count))
         """Of conversations that have not begun."""
@@ -103,9 +110,12 @@ class _Leader:
         """Seats that make a call."""
         self.awaited: set[_Seat] = set()
         """Those of them for which the next wave waits: they have not missed one since the call began."""
-        self.ready: list[_Seat] = []
-        """Seats whose conversations wait for the sampler."""
+        self.ready: list[_Asked] = []
+        """What the sampler is asked for next."""
         self.results: SimpleQueue[tuple[_Seat, Any, BaseException | None]] = SimpleQueue()
+        self.wave: list[_Asked] = []
+        """What the sampler was asked for last."""
+        self.closed = False
 
     def start(self) -> None:
         """Begin the first conversations. The threads do not keep a process alive whose environment never answers."""
@@ -116,16 +126,25 @@ class _Leader:
             self.begin_next(seat)
 
     def close(self) -> None:
-        """Let every thread end after the call that it makes."""
+        """Let every thread end after the call that it makes, and refuse what the sampler is still asked for."""
+        self.closed = True
         for seat in self.seats:
             seat.calls.put(None)
+        waiting = [*self.wave, *self.ready]
+        with suppress(Empty):
+            while True:
+                value = self.results.get_nowait()[1]
+                waiting += [value] if isinstance(value, _Asked) else []
+        for one in waiting:
+            if one.answer is not None:
+                one.answer.cancel()
 
     def begin_next(self, seat: _Seat) -> None:
         """Begin another conversation, if there is one."""
         number = next(self.numbers, None)
         if number is not None:
             seat.number = number
-            seat.talk = self.begin(number)
+            seat.talk = self.begin(number, partial(self.ask, seat, number))
             self.go_on(seat, None)
 
     def go_on(self, seat: _Seat, value: Any) -> None:
@@ -139,11 +158,9 @@ class _Leader:
         if not isinstance(wanted, Ask):
             self.call(seat, wanted)
         elif self.single is not None:
-            alone = replace(self.sampling, max_tokens=wanted.room)
-            self.call(seat, partial(self.single.generate_one, wanted.context, alone, wanted.seed, seat.number))
+            self.call(seat, partial(self.ask_single, seat.number, wanted))
         else:
-            seat.asked = wanted
-            self.ready.append(seat)
+            self.ready.append(_Asked(seat, seat.number, wanted))
 
     def call(self, seat: _Seat, call: Call) -> None:
         """Make a call in the seat's thread."""
@@ -151,8 +168,36 @@ class _Leader:
         self.awaited.add(seat)
         seat.calls.put(call)
 
-    def next_wave(self) -> list[_Seat]:
-        """Wait for conversations that are ready, and return them by their numbers; none where all have ended.
+    def ask(self, seat: _Seat, number: int, ask: Ask) -> Future[Completion]:
+        """Ask the sampler for a turn of a conversation whose call is under way. Called in any thread."""
+        answer: Future[Completion] = Future()
+        if self.single is not None:
+            arguments = (answer, partial(self.ask_single, number, ask), (seat, self.results))
+            Thread(target=_settle, args=arguments, name="sampler request", daemon=True).start()
+            return answer
+        self.results.put((seat, _Asked(seat, number, ask, answer), None))
+        if self.closed:
+            answer.cancel()
+        return answer
+
+    def ask_single(self, number: int, ask: Ask) -> Completion:
+        """Ask a sampler that takes prompts one by one."""
+        assert self.single is not None
+        alone = replace(self.sampling, max_tokens=ask.room)
+        return self.single.generate_one(ask.context, alone, ask.seed, number)
+
+    def deliver(self, one: _Asked, completion: Completion) -> None:
+        """Give a completion to whoever has asked for it."""
+        if one.answer is None:
+            self.go_on(one.seat, completion)
+            return
+        if one.answer.set_running_or_notify_cancel():
+            one.answer.set_result(completion)
+        if one.seat in self.at_work:
+            self.awaited.add(one.seat)
+
+    def next_wave(self) -> list[_Asked]:
+        """Wait for conversations that are ready, and return their turns by their numbers; none where all have ended.
 
         A wave leaves when no call is awaited. It also leaves when the calls that are under way have taken more than
         twice as long as the first quarter, and GRACE: later waves do not wait for these.
@@ -168,16 +213,19 @@ class _Leader:
                 break
             if error is not None:
                 raise error
-            self.at_work.discard(seat)
             self.awaited.discard(seat)
-            self.go_on(seat, value)
+            if isinstance(value, _Asked):
+                self.ready.append(value)
+            else:
+                self.at_work.discard(seat)
+                self.go_on(seat, value)
             if self.ready and leaves is None and len(self.awaited) <= enough:
                 now = time.monotonic()
                 leaves = now + (now - began) + GRACE
-        wave = sorted(self.ready, key=lambda seat: seat.number)
+        self.wave = sorted(self.ready, key=lambda one: one.number)
         self.ready = []
         self.awaited = set()
-        return wave
+        return self.wave
 
 
 def _make_calls(seat: _Seat, results: SimpleQueue[tuple[_Seat, Any, BaseException | None]], device: int | None) -> None:
@@ -189,3 +237,12 @@ def _make_calls(seat: _Seat, results: SimpleQueue[tuple[_Seat, Any, BaseExceptio
             results.put((seat, call(), None))
         except BaseException as error:  # raised again in the thread of the leader
             results.put((seat, None, error))
+
+
+def _settle(answer: Future[Any], call: Call, leader: tuple[_Seat, SimpleQueue[Any]]) -> None:
+    """Make a call, and give its result to whoever waits for it. An error ends all conversations."""
+    seat, results = leader
+    try:
+        answer.set_result(call())
+    except BaseException as error:  # raised again in the thread of the leader
+        results.put((seat, None, error))

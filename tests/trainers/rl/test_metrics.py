@@ -14,6 +14,7 @@ import torch
 from megaswift.data.prompts.source import Prompt
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 from megaswift.trainers.rl.scorer import ScoredCompletion
 from tests.losses import trainers
 
@@ -106,3 +107,17 @@ def test_rewards_that_were_not_given_move_no_mean() -> None:
     assert (
         found["reward"] == pytest.approx(np.mean([r.total for r in made[:3]])) and np.isfinite([*found.values()]).all()
     )
+
+
+def test_segments_of_agents() -> None:
+    sessions = [
+        MultiTurnCompletion(
+            (5, 6, 7), (-1.0,) * 2, True, (True, False, True), segments=("first", "edited"), untrained=4
+        ),
+        MultiTurnCompletion((5, 6), (-1.0,) * 2, True, (True, True), segments=("first",)),
+    ]
+    found = rollout_statistics([replace(rollouts()[0], completion=session) for session in sessions], 2)
+    assert found["agent/segments"] == 1.5 and found["agent/untrained_tokens"] == 0.5
+    counts = {name: value for name, value in found.items() if name.startswith("agent/segments_")}
+    assert counts == {f"agent/segments_{r}": float(r == "edited") for r in ("edited", "rewound", "tools", "template")}
+    assert not any(name.startswith("agent/") for name in rollout_statistics(rollouts(), 2))
