@@ -14,10 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megaswift.models.qlora import BLOCK
+from megaswift.models.qlora import BAND, BLOCK
 
-BAND = {"cpu": 1 << 18}
-"""Values at a time: what a CPU's cache holds, elsewhere 2^24."""
 CODE = torch.tensor(
     [
         -1.0,
@@ -48,7 +46,7 @@ _SMALLEST = 1e-38
 
 def _bands(shape: tuple[int, ...], device: torch.device) -> Iterator[slice]:
     """Ranges of rows of a matrix that are worked on at a time."""
-    step = max(1, BAND.get(device.type, 1 << 24) // max(1, shape[1]))
+    step = max(1, BAND.get(device.type, BAND["cuda"]) // max(1, shape[1]))
     return (slice(row, row + step) for row in range(0, shape[0], step))
 
 

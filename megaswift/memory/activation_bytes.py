@@ -11,22 +11,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from megaswift.memory.layer_activations import (
-    first_width,
     hidden_norm_bytes,
-    kept_by_block,
     kept_by_layer,
     layer_input_bytes,
     mask_bytes,
-    score_bytes,
 )
-from megaswift.memory.microbatch_setup import MicrobatchSetup
+from megaswift.memory.layer_passes import PassBytes, kept_input_bytes, layer_passes
+from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 from megaswift.models.options.model import selective_recompute_modules
 from megaswift.models.spec import VOCABULARY
 from megaswift.models.weights.table import padded_vocabulary_size
-from megaswift.parallel.head_memory import HeadShape, megatron_engine_head_peak_bytes
+from megaswift.parallel.head_memory import HeadShape, kept_product_bytes, megatron_engine_head_peak_bytes
 from megaswift.parallel.pipeline_split import ModelChunk
 
 BATCH = 40
@@ -53,7 +52,7 @@ class ActivationBytes:
     """Gradients of activations within a layer, gradients of its weights before they are accumulated, and weights that
     are dequantized for a product."""
     batches: int
-    """Tokens of the micro-batches, and hidden states that a pipeline's schedule holds."""
+    """Tokens and masks of the micro-batches, and hidden states that the graph or a pipeline's schedule holds."""
 
     @property
     def total(self) -> int:
@@ -65,32 +64,133 @@ def activation_bytes(
     setup: MicrobatchSetup, stage: int, chunks: Sequence[ModelChunk], microbatches: int
 ) -> ActivationBytes:
     """Estimates the activations of a pipeline stage that holds these chunks; `microbatches` per optimizer step."""
+    return max(activation_moments(setup, stage, chunks, microbatches), key=lambda moment: moment.total)
+
+
+def activation_moments(
+    setup: MicrobatchSetup, stage: int, chunks: Sequence[ModelChunk], microbatches: int
+) -> Iterator[ActivationBytes]:
+    """Yields the moments of a stage's passes of which one is the peak: those of the head, and the operations of the
+    last layer of each kind in a model chunk."""
     of_chunks = [kept_by_chunk(setup, chunk) for chunk in chunks]
-    everything = max(
-        sum(of_chunks[i].total * count for i, count in in_flight.items())
-        for in_flight in passes_by_chunk(setup, stage, microbatches)
-    )
-    layers = [layer for chunk in chunks for layer in chunk.layers]
-    working = max((_working(setup, layer) for layer in setup.alike(layers)), default=0)
-    head = last_stage_head(setup) if any(chunk.loss for chunk in chunks) else HeadBytes(0, 0)
+    ends = [_ends(setup, chunk) for chunk in chunks]
+    fullest: dict[int, tuple[int, int]] = {}
+    for in_flight, turn in passes_by_chunk(setup, stage, microbatches):
+        passes = [(of_chunks[i].total * count, ends[i] * count) for i, count in in_flight.items()]
+        kept, outside = (sum(sizes) for sizes in zip(*passes, strict=True))
+        fullest[turn] = max(fullest.get(turn, (0, 0)), (kept, outside), key=sum)
+    # micro-batches keep their masks until the end of the step
     batches = BATCH * setup.tokens * microbatches
-    # what the head, the final norm and layers that are not recomputed kept is freed when the first layers are computed
-    # again
-    final = max(kept.final for kept in of_chunks)
-    whole = max(kept.whole for kept in of_chunks)
-    everything += shared_angle_bytes(setup)
-    batches += _between_stages(setup, stage, max(passes_in_flight(setup, stage, microbatches), 1))
-    again = _recomputed(setup, layers)
-    moments = [
-        ActivationBytes(everything, 0, head.kept + head.working, 0, batches),
-        ActivationBytes(everything - final, 0, 0, working, batches),
-        ActivationBytes(everything - final - whole, again, 0, working, batches),
-    ]
-    for layer in setup.alike(layers):
-        if scores := score_bytes(setup, layer):  # the layer's MLP has had its backward pass
-            kept = everything - final - (whole if again else 0) - _kept_by_block(setup, layer)
-            moments.append(ActivationBytes(kept, again, 0, scores, batches))
-    return max(moments, key=lambda moment: moment.total)
+    batches += microbatches * mask_bytes(setup, [layer for chunk in chunks for layer in chunk.layers])
+    if setup.layout.sequence_parallel and setup.kernels.linear == TORCH and setup.parts.full:
+        batches += setup.layout.tp * layer_input_bytes(setup)  # Megatron-Core's buffer of gathered hidden states
+    for turn, (kept, outside) in fullest.items():
+        chunk = chunks[turn]
+        kept += shared_angle_bytes(setup)
+        left_over = _left_over(setup, stage, chunk, microbatches)
+        forward, backward = (batches + outside + left for left in left_over)
+        if chunk.loss:
+            for moment, in_forward in _head_moments(setup, kept):
+                yield replace(moment, batches=forward if in_forward else backward)
+        # the head, the final norm and later layers have had their backward pass
+        for moment, in_forward in _layer_moments(setup, chunk, kept - of_chunks[turn].final):
+            yield replace(moment, batches=forward if in_forward else backward)
+
+
+def _left_over(setup: MicrobatchSetup, stage: int, chunk: ModelChunk, microbatches: int) -> tuple[int, int]:
+    """Hidden states and gradients of passes that have had their backward pass, which are there in (a forward pass, a
+    backward pass): variables of Megatron-Core's schedules hold a loss with the leaves of its graph until the next takes
+    its place, two of them under the interleaved schedule, and the gradient that went to the stage before. An embedding
+    that trains is no leaf."""
+    layout = setup.layout
+    hidden = layer_input_bytes(setup)
+    if layout.vpp > 1 and stage == layout.pp - 1 and not chunk.loss:
+        return 4 * hidden, 4 * hidden
+    if microbatches * layout.vpp <= passes_in_flight(setup, stage, microbatches):
+        return 0, 0
+    leaf = 0 if chunk.embedding and setup.parts.full else 2 * hidden
+    return leaf, hidden if stage else 0
+
+
+def _head_moments(setup: MicrobatchSetup, kept: int) -> Iterator[tuple[ActivationBytes, bool]]:
+    """Yields the passes of the head, and whether they are forward passes; between them those of the last layer for
+    multi-token prediction.
+
+    Args:
+        kept: Bytes that all layers have kept.
+    """
+    spec = setup.spec
+    head = last_stage_head(setup)
+    others = spec.mtp_layers * head.products  # of the passes of the head before this one
+    # the hidden states of which the head takes those with a label, gathered from ranks that have parts of them
+    hidden = layer_input_bytes(setup)
+    whole = hidden + (hidden * setup.layout.tp if setup.layout.sequence_parallel else 0)
+    yield ActivationBytes(kept, 0, others + head.kept + head.forward + whole, 0, 0), True
+    yield ActivationBytes(kept, 0, others + head.kept + head.backward, 0, 0), False
+    if not spec.mtp_layers:
+        return
+    # of the gradients of the head's weight the first waits for the last
+    waiting = others + head.weight
+    again = setup.options.model.recompute_granularity == "full"
+    modules = () if again else recomputed_modules(setup)
+    like = spec.layer_kinds.index(spec.mtp_kind)
+    outside = 3 * hidden_norm_bytes(setup) + 2 * hidden
+    rest = kept - head.kept - (0 if again else _all_kept(setup, like, modules))
+    for one in _passes(setup, like, modules, again):
+        if again:
+            yield ActivationBytes(rest, outside + one.kept, waiting, one.working, 0), False
+        else:
+            yield ActivationBytes(rest + one.kept, 0, waiting, one.working, 0), False
+    yield ActivationBytes(kept - _ahead_bytes(setup), 0, head.kept + head.backward + head.weight, 0, 0), False
+
+
+def _layer_moments(setup: MicrobatchSetup, chunk: ModelChunk, kept: int) -> Iterator[tuple[ActivationBytes, bool]]:
+    """Yields the operations of the last layer of each kind in a chunk, and whether they are in a forward pass.
+
+    Args:
+        kept: Bytes that all layers have kept.
+    """
+    modules = () if setup.options.model.recompute_granularity == "full" else recomputed_modules(setup)
+    done = set()
+    first = True
+    for layers, again in reversed(_groups(setup, chunk)):
+        own = layer_input_bytes(setup) if again else sum(_all_kept(setup, layer, modules) for layer in layers)
+        kinds = tuple(setup.parts.kind(layer, setup.spec) for layer in layers)
+        for number in range(0 if (kinds, again) in done else len(layers)):
+            passes = _passes(setup, layers[number], modules, again)
+            before = sum(_all_kept(setup, layer) for layer in layers[:number])
+            for one in passes:
+                if again:
+                    recomputed = before + one.kept - kept_input_bytes(setup, layers[0])
+                    yield ActivationBytes(kept, recomputed, 0, one.working, 0), False
+                else:
+                    yield ActivationBytes(kept - own + one.kept, 0, 0, one.working, 0), one.forward
+        done.add((kinds, again))
+        kept -= own
+        if first and not chunk.loss:  # the gradient from the next stage stays
+            kept += layer_input_bytes(setup)
+        first = False
+
+
+def _groups(setup: MicrobatchSetup, chunk: ModelChunk) -> list[tuple[list[int], bool]]:
+    """Return the layers of a chunk in the groups that are computed again together, or single ones that are not."""
+    model = setup.options.model
+    layers = list(chunk.layers)
+    every = model.recompute_num_layers or 1
+    if model.recompute_granularity != "full":
+        return [([layer], False) for layer in layers]
+    if model.recompute_method == "block":
+        return [([layer], number < every) for number, layer in enumerate(layers)]
+    return [(layers[first : first + every], True) for first in range(0, len(layers), every)]
+
+
+def _passes(setup: MicrobatchSetup, layer: int, modules: Sequence[str], again: bool) -> list[PassBytes]:
+    """Kept from one call to the next, as in `_all_kept`."""
+    key = (*_key(setup, layer, modules), again)
+    known = setup.parts.passes_by_layer
+    if key not in known:
+        known[key] = list(layer_passes(setup, layer, modules, again))
+    return known[key]
 
 
 def shared_angle_bytes(setup: MicrobatchSetup) -> int:
@@ -100,19 +200,15 @@ def shared_angle_bytes(setup: MicrobatchSetup) -> int:
     return setup.angle_bytes * setup.layout.vpp if kept else 0
 
 
-def _between_stages(setup: MicrobatchSetup, stage: int, passes: int) -> int:
-    """Hidden states and gradients that a pipeline's schedule holds for the passes in flight: inputs, which under full
-    recomputation the first layer keeps anyway, outputs, which only a CPU does not free, a gradient from the next stage,
-    and one to the stage before."""
-    last = setup.layout.pp - 1
-    if not last:
-        return 0
-    tensors = 0
-    if stage > 0:
-        tensors += 1 + (passes if setup.options.model.recompute_granularity != "full" else 0)
-    if stage < last:
-        tensors += 1 + (0 if setup.kernels.cuda else passes)
-    return tensors * layer_input_bytes(setup)
+def _ends(setup: MicrobatchSetup, chunk: ModelChunk) -> int:
+    """Hidden states that are there for a pass of a chunk: its input, which the graph or a pipeline's schedule holds
+    where the first layer does not keep it anyway, unless an embedding that trains has made it, and its output, which
+    the schedule holds and only a GPU frees."""
+    received = layer_input_bytes(setup) - kept_input_bytes(setup, chunk.layers[0]) if chunk.layers else 0
+    if (chunk.embedding and setup.parts.full) or setup.options.model.recompute_granularity == "full":
+        received = 0
+    sent = 0 if chunk.loss or setup.kernels.cuda else layer_input_bytes(setup)
+    return received + sent
 
 
 def passes_in_flight(setup: MicrobatchSetup, stage: int, microbatches: int) -> int:
@@ -125,19 +221,27 @@ def passes_in_flight(setup: MicrobatchSetup, stage: int, microbatches: int) -> i
     return min(microbatches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1 + ahead)
 
 
-def passes_by_chunk(setup: MicrobatchSetup, stage: int, microbatches: int) -> Iterator[Counter[int]]:
-    """Yields how many passes of each of a stage's chunks are in flight, before each backward pass from the first on:
-    chunks take turns of as many micro-batches as there are stages."""
-    layout = setup.layout
+def passes_by_chunk(setup: MicrobatchSetup, stage: int, microbatches: int) -> list[tuple[Counter[int], int]]:
+    """Returns (how many passes of each of a stage's chunks are in flight, the chunk that has its backward pass), each
+    pair once, from the first backward pass on."""
     forward = passes_in_flight(setup, stage, microbatches)
-    total = microbatches * layout.vpp
-    turns = [n // layout.pp % layout.vpp for n in range(total)]
+    return _passes_by_chunk(setup.layout.pp, setup.layout.vpp, forward, microbatches)
+
+
+@cache
+def _passes_by_chunk(pp: int, vpp: int, forward: int, microbatches: int) -> list[tuple[Counter[int], int]]:
+    """Chunks take turns of as many micro-batches as there are stages."""
+    total = microbatches * vpp
+    turns = [n // pp % vpp for n in range(total)]
     in_flight = Counter(turns[:forward])
+    found: dict[object, tuple[Counter[int], int]] = {}
     for n in range(total):
-        yield in_flight
-        in_flight = in_flight - Counter([layout.vpp - 1 - turns[n]])
+        turn = vpp - 1 - turns[n]
+        found.setdefault((frozenset(in_flight.items()), turn), (in_flight, turn))
+        in_flight = in_flight - Counter([turn])
         if forward + n < total:
             in_flight[turns[forward + n]] += 1
+    return list(found.values())
 
 
 @dataclass(frozen=True)
@@ -145,7 +249,7 @@ class ChunkKept:
     """Bytes from the forward to the backward pass of one micro-batch, without the head's."""
 
     inputs: int
-    """Bytes of the inputs of recomputed layers, the rotary angles, and masks."""
+    """Bytes of the inputs of recomputed layers, and the rotary angles."""
     whole: int
     """Bytes of the other layers under full recomputation by blocks."""
     layers: int
@@ -174,12 +278,12 @@ def kept_by_chunk(setup: MicrobatchSetup, chunk: ModelChunk) -> ChunkKept:
     if m.recompute_granularity != "full":
         modules = recomputed_modules(setup)
         kept = sum(n * _all_kept(setup, layer, modules) for layer, n in setup.alike(layers).items())
-        return ChunkKept(mask_bytes(setup, layers), 0, kept, final, tokens)
+        return ChunkKept(0, 0, kept, final, tokens)
     every = m.recompute_num_layers or 1
     block = m.recompute_method == "block"
     inputs = min(every, len(layers)) if block else -(-len(layers) // every)
     whole = sum(n * _all_kept(setup, layer) for layer, n in setup.alike(layers[every:]).items()) if block else 0
-    held = angles + mask_bytes(setup, layers) + inputs * layer_input_bytes(setup)
+    held = angles + inputs * layer_input_bytes(setup)
     return ChunkKept(held, whole, 0, final, tokens)
 
 
@@ -208,71 +312,22 @@ def last_stage_head(setup: MicrobatchSetup) -> HeadBytes:
     return head_bytes(setup, trains)
 
 
-def _recomputed(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
-    """By the layers, or their submodules, that are computed again at a time."""
-    m = setup.options.model
-    alike = setup.alike(layers)
-    if m.recompute_granularity == "full":
-        again = 1 if m.recompute_method == "block" else m.recompute_num_layers or 1
-        largest = sorted(((_all_kept(setup, layer), n) for layer, n in alike.items()), reverse=True)
-        total = 0
-        for kept, n in largest:
-            total += min(n, again) * kept
-            again -= min(n, again)
-        return total
-    modules = recomputed_modules(setup)
-    return max((_all_kept(setup, i) - _all_kept(setup, i, modules) for i in alike), default=0) if modules else 0
-
-
 def _all_kept(setup: MicrobatchSetup, layer: int, modules: Sequence[str] = ()) -> int:
     """Kept from one call to the next: layouts that differ in other axes ask for the same."""
-    layout = setup.layout
-    sizes = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
-    options = setup.options
-    rows = (setup.rows, options.shares_rows, options.max_length)
-    key = (sizes, rows, options.lora_dropout, setup.kernels, layer, tuple(modules))
+    key = _key(setup, layer, modules)
     known = setup.parts.kept_by_layer
     if key not in known:
         known[key] = sum(kept_by_layer(setup, layer, modules).values())
     return known[key]
 
 
-def _kept_by_block(setup: MicrobatchSetup, layer: int) -> int:
-    """By a layer's MLP or experts."""
-    model = setup.options.model
-    modules = () if model.recompute_granularity == "full" else recomputed_modules(setup)
-    return sum(kept_by_block(setup, layer, modules).values())
-
-
-def _working(setup: MicrobatchSetup, layer: int) -> int:
-    """Within the backward pass of an MLP, at the first matrix or at the activation behind it: gradients of its inner
-    activations and of input and output, and of one weight in the dtype of the products. NF4 weights are dequantized one
-    at a time."""
-    spec = setup.spec
+def _key(setup: MicrobatchSetup, layer: int, modules: Sequence[str]) -> tuple[object, ...]:
+    """All that the bytes of a layer depend on."""
     layout = setup.layout
-    h = spec.hidden_size
-    w = setup.width
-    full = setup.parts.full
-    if spec.moe_layers[layer]:
-        rows = setup.expert_tokens
-        inner = spec.expert_ffn // layout.etp
-        matrices = spec.experts // layout.ep
-    else:
-        rows = setup.tokens
-        inner = spec.ffn // layout.tp
-        matrices = 1
-    first = first_width(setup, inner)
-    weight = w * first * h
-    if spec.moe_layers[layer]:
-        if full and setup.grouped_experts:
-            weight *= matrices  # a grouped product's gradients of all its weights
-        elif not full and not setup.parts.four_bits:
-            weight = 0
-        return w * rows * (first + inner + 2 * h) + weight
-    if not full:
-        return w * rows * (first + inner + 2 * h) + (weight if setup.parts.four_bits else 0)
-    # the activation's gradient is computed when the output of the activation is free, that of the weight when both are
-    return max(w * rows * (first + inner + h), w * rows * (2 * h - inner) + weight)
+    sizes = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
+    options = setup.options
+    rows = (setup.rows, options.shares_rows, options.max_length, options.expert_imbalance)
+    return (sizes, rows, options.lora_dropout, setup.kernels, layer, tuple(modules))
 
 
 # Memory of the vocabulary head for a micro-batch: the head's own formula, with the shapes of a run.
@@ -284,8 +339,14 @@ class HeadBytes:
 
     kept: int
     """Between forward and backward pass."""
-    working: int
-    """At most beside these, within its forward or backward pass."""
+    forward: int
+    """At most beside these, within its forward pass."""
+    backward: int
+    """The same within its backward pass."""
+    products: int = 0
+    """Products among these, which are there between both passes."""
+    weight: int = 0
+    """Gradient that autograd gets for the weight."""
 
 
 def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
@@ -297,7 +358,7 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     hidden = tokens * spec.hidden_size * width
     if spec.head != VOCABULARY:
         read = setup.rows * spec.hidden_size * width if setup.options.objective.last_tokens else hidden
-        return HeadBytes(read, hidden)
+        return HeadBytes(read, hidden, hidden)
     model = setup.options.model
     shape = HeadShape(
         rows=tokens,
@@ -312,4 +373,6 @@ def head_bytes(setup: MicrobatchSetup, trains: bool) -> HeadBytes:
     # the head adds to float32 main gradients only
     fused = model.gradient_accumulation_fusion is not False and setup.options.optim.main_grads_dtype == "fp32"
     device = "cuda" if setup.kernels.cuda else "cpu"
-    return HeadBytes(hidden + 16 * tokens, megatron_engine_head_peak_bytes(shape, device, fused))
+    products = kept_product_bytes(shape, device)
+    weight = shape.weight_elements * width if trains else 0
+    return HeadBytes(hidden + 16 * tokens, *megatron_engine_head_peak_bytes(shape, device, fused), products, weight)

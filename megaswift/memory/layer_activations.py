@@ -31,6 +31,8 @@ LATENT_DOWN = "self_attention.linear_kv_down_proj"
 LATENT_UP = "self_attention.linear_kv_up_proj"
 IN_PROJ = "self_attention.in_proj"
 OUT_PROJ = "self_attention.out_proj"
+BEHIND_ATTENTION = "norm behind attention"
+BEHIND_MLP = "norm behind the mlp"
 NORMED = (QKV, FC1, QUERY_UP, LATENT_UP, IN_PROJ)
 """Products that begin with a norm."""
 QUICK_GELU = "quick_gelu"
@@ -38,8 +40,6 @@ SINK_COLUMNS = 8
 """Columns that torch's attention with sinks adds to heads (`engine/document_attention.py`)."""
 DELTA_CHUNK = 64
 """Tokens of a chunk of a gated delta net (`engine/gated_delta.py`)."""
-SOFTCAP_CHUNK = 1 << 26
-"""Bytes of the scores that are computed at a time under a soft cap (`engine/document_attention.py`)."""
 DELTA_NET = (
     "convolution",
     "units",
@@ -65,8 +65,8 @@ def layer_input_bytes(setup: MicrobatchSetup) -> int:
 
 def kept_by_layer(setup: MicrobatchSetup, layer: int, recomputed: Sequence[str] = ()) -> Kept:
     """Returns the bytes that one layer keeps without recomputation, or with these submodules recomputed
-    (`--recompute_modules`)."""
-    attention = _attention(setup, layer, "core_attn" in recomputed)
+    (`--recompute_modules`), in the order of its forward pass."""
+    attention = kept_by_attention(setup, layer, "core_attn" in recomputed)
     block = kept_by_block(setup, layer, recomputed)
     assert not attention.keys() & block.keys(), "each tensor has a name of its own"
     return attention | block
@@ -79,7 +79,7 @@ def kept_by_block(setup: MicrobatchSetup, layer: int, recomputed: Sequence[str] 
     if "mlp" in recomputed and not moe:
         block = {"mlp input": layer_input_bytes(setup)}
     if "moe" in recomputed and moe:
-        block = {name: size for name, size in block.items() if name.startswith("mlp norm")}
+        block = {name: size for name, size in block.items() if name.startswith(("mlp norm", BEHIND_MLP))}
         block["experts' input"] = layer_input_bytes(setup)
     if "moe_act" in recomputed and moe:
         block.pop(f"{EXPERT_FC2} input", None)
@@ -104,13 +104,18 @@ def hidden_norm_bytes(setup: MicrobatchSetup) -> int:
     return sum(_norm(setup, "norm", setup.residual_tokens, setup.spec.hidden_size, setup.parts.full).values())
 
 
-def _block_norms(setup: MicrobatchSetup, name: str) -> Kept:
-    """The norm before attention or an MLP, and that of its output, where the model has them."""
-    features = setup.spec.features
-    rows = setup.residual_tokens
-    hidden = setup.spec.hidden_size
-    kept = _norm(setup, name, rows, hidden, setup.parts.full) if features.pre_norm else {}
-    return kept | (_norm(setup, f"{name} of output", rows, hidden, setup.parts.full) if features.post_norm else {})
+def _norm_before(setup: MicrobatchSetup, name: str) -> Kept:
+    """The norm before attention or an MLP, where the model has one."""
+    if not setup.spec.features.pre_norm:
+        return {}
+    return _norm(setup, name, setup.residual_tokens, setup.spec.hidden_size, setup.parts.full)
+
+
+def _norm_behind(setup: MicrobatchSetup, name: str) -> Kept:
+    """The norm of what attention or an MLP gives, where the model has one."""
+    if not setup.spec.features.post_norm:
+        return {}
+    return _norm(setup, name, setup.residual_tokens, setup.spec.hidden_size, setup.parts.full)
 
 
 def _norm_over_all_heads(name: str, rows: int, width: int, trains: bool) -> Kept:
@@ -120,21 +125,26 @@ def _norm_over_all_heads(name: str, rows: int, width: int, trains: bool) -> Kept
     return kept | ({f"{name} normed": 4 * rows * width} if trains else {})
 
 
-def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, shared: bool = False) -> Kept:
-    """The input of a linear layer: kept for the gradient of its weight or of its adapters, whose dropout keeps a mask
-    and a copy of its own. `shared`: another operation keeps the same tensor."""
-    projections = setup.adapters(layer, module)
-    full = setup.parts.full
-    dropout = bool(projections) and setup.options.lora_dropout > 0
-    kept: Kept = {}
+def keeps_input(setup: MicrobatchSetup, layer: int, module: str) -> bool:
+    """Returns whether a linear layer keeps its input as it is: for the gradient of its weight or of its adapters, whose
+    dropout keeps a copy instead."""
+    if setup.parts.full:
+        return True
     # Transformer Engine keeps the normed rows that it hands to an adapter
     handed = (
         setup.kernels.linear != TORCH and module in NORMED and (setup.spec.features.pre_norm or module == LATENT_UP)
     )
-    if not shared and (full or (bool(projections) and (handed or not dropout))):
+    return bool(setup.adapters(layer, module)) and (handed or not setup.options.lora_dropout)
+
+
+def _input(setup: MicrobatchSetup, layer: int, module: str, elements: int, shared: bool = False) -> Kept:
+    """The input of a linear layer, and of its adapters' dropout a mask and a copy of its own. `shared`: another
+    operation keeps the same tensor."""
+    kept = {f"{module} input": 0}
+    if not shared and keeps_input(setup, layer, module):
         kept[f"{module} input"] = elements * setup.width
-    if dropout:
-        kept[f"{module} dropped"] = elements * (setup.width + (1 if setup.kernels.cuda else setup.width))
+    if setup.adapters(layer, module) and setup.options.lora_dropout > 0:
+        kept[f"{module} input dropped"] = elements * (setup.width + (1 if setup.kernels.cuda else setup.width))
     return kept
 
 
@@ -151,8 +161,12 @@ def _adapter_products(setup: MicrobatchSetup, layer: int, modules: Mapping[str, 
     return {f"adapters of {', '.join(modules)}": kept} if kept else {}
 
 
-def _attention(setup: MicrobatchSetup, layer: int, again: bool) -> Kept:
-    """`again`: attention between its projections is computed again."""
+def kept_by_attention(setup: MicrobatchSetup, layer: int, again: bool) -> Kept:
+    """Returns the bytes that the attention of a layer keeps, with the norms around it.
+
+    Args:
+        again: Whether what lies between its projections is computed again.
+    """
     spec = setup.spec
     if spec.layer_kinds[layer].mixer == LINEAR:
         return _delta_net(setup, layer) | (_recomputed_core(setup, layer) if again else {})
@@ -163,8 +177,9 @@ def _attention(setup: MicrobatchSetup, layer: int, again: bool) -> Kept:
     a = setup.head_width
     k = setup.kv_heads * spec.head_dim
     full = setup.parts.full
-    kept = _block_norms(setup, "attention norm")
+    kept = _norm_before(setup, "attention norm")
     kept |= _input(setup, layer, QKV, setup.residual_tokens * spec.hidden_size)
+    kept |= _adapter_products(setup, layer, {QKV: t})
     if spec.qk_norm and spec.features.qk_norm_width == "all":
         kept |= _norm_over_all_heads("query norm", t, a, full) | _norm_over_all_heads("key norm", t, k, full)
     elif spec.qk_norm:
@@ -172,7 +187,7 @@ def _attention(setup: MicrobatchSetup, layer: int, again: bool) -> Kept:
         kept |= _norm(setup, "key norm", t * setup.kv_heads, spec.head_dim, full)
     kept |= _cosine_and_sine(setup, layer)
     if _norms_a_view(setup):
-        kept["key norm input"] = w * t * _joined_width(setup)
+        kept["key norm input"] = w * t * joined_width(setup)
         if setup.kv_heads == 1:  # queries are then a view too
             kept["query norm input"] = 0
     kept |= _core(setup, layer) | (_recomputed_core(setup, layer) if again else {})
@@ -181,7 +196,8 @@ def _attention(setup: MicrobatchSetup, layer: int, again: bool) -> Kept:
         kept |= {"attention output": w * t * a, "output gate": 4 * t * a}
     own = bool(kept.get("attention output")) and not gated and not setup.joins_runs(layer)
     kept |= _input(setup, layer, PROJECTION, t * a, shared=own)
-    return kept | _adapter_products(setup, layer, {QKV: t, PROJECTION: setup.residual_tokens})
+    kept |= _adapter_products(setup, layer, {PROJECTION: setup.residual_tokens})
+    return kept | _norm_behind(setup, BEHIND_ATTENTION)
 
 
 def _norms_a_view(setup: MicrobatchSetup) -> bool:
@@ -192,7 +208,7 @@ def _norms_a_view(setup: MicrobatchSetup) -> bool:
     return setup.kernels.attention == TORCH and setup.width == 4 and per_head
 
 
-def _joined_width(setup: MicrobatchSetup) -> int:
+def joined_width(setup: MicrobatchSetup) -> int:
     """Return the width of queries, keys, values and output gates on this rank."""
     spec = setup.spec
     queries = 2 if spec.transformer.get("attention_output_gate") else 1
@@ -230,7 +246,7 @@ def _core(setup: MicrobatchSetup, layer: int) -> Kept:
     if spec.transformer.get("softmax_type", "vanilla") != "vanilla":
         return _core_with_sinks(setup, layer)
     view = not _rotates(setup, layer) and not spec.qk_norm and setup.kv_heads == 1  # of the joined projections
-    queries = t * (_joined_width(setup) if view else a)
+    queries = t * (joined_width(setup) if view else a)
     kept = {"queries": w * queries, "keys": w * keys, "values": w * keys, "attention output": w * t * a}
     return kept | {"log-sum-exp": 4 * t * setup.heads}
 
@@ -266,8 +282,9 @@ def _delta_net(setup: MicrobatchSetup, layer: int) -> Kept:
     n = -(-length // DELTA_CHUNK)  # chunks of a row, the last filled up
     tokens = rows * n * DELTA_CHUNK
     channels = groups * 2 * dk + heads * dv
-    kept = _block_norms(setup, "attention norm")
+    kept = _norm_before(setup, "attention norm")
     kept |= _input(setup, layer, IN_PROJ, setup.residual_tokens * spec.hidden_size)
+    kept |= _adapter_products(setup, layer, {IN_PROJ: setup.tokens})
     gaps = (spec.linear_taps - 1) * rows * (setup.rows if setup.packed else 1)
     projected = channels + heads * (dv + 2)
     whole = groups == 1 and not setup.packed  # the input of the convolution is then a view of the projections
@@ -289,7 +306,8 @@ def _delta_net(setup: MicrobatchSetup, layer: int) -> Kept:
     if not half and not whole:
         kept["projections"] = w * t * projected
     kept |= _input(setup, layer, OUT_PROJ, setup.tokens * spec.linear_values // setup.layout.tp)
-    return kept | _adapter_products(setup, layer, {IN_PROJ: setup.tokens, OUT_PROJ: setup.residual_tokens})
+    kept |= _adapter_products(setup, layer, {OUT_PROJ: setup.residual_tokens})
+    return kept | _norm_behind(setup, BEHIND_ATTENTION)
 
 
 def mask_bytes(setup: MicrobatchSetup, layers: Sequence[int]) -> int:
@@ -330,7 +348,7 @@ def _recomputed_core(setup: MicrobatchSetup, layer: int) -> Kept:
     if spec.transformer.get("multi_latent_attention"):
         queries = spec.latent_queries // setup.layout.tp
         return nothing | {"queries": unit * queries, "keys": unit * queries, "values": unit * a}
-    values = 0 if _norms_a_view(setup) else unit * _joined_width(setup)
+    values = 0 if _norms_a_view(setup) else unit * joined_width(setup)
     keys = unit * k if _rotates(setup, layer) or spec.qk_norm else 0  # else a view of the joined projections too
     return nothing | {"queries": unit * a, "keys": keys, "values": values}
 
@@ -343,7 +361,7 @@ def _latent_attention(setup: MicrobatchSetup, layer: int, again: bool) -> Kept:
     w = setup.width
     full = setup.parts.full
     values = t * setup.head_width
-    kept = _block_norms(setup, "attention norm")
+    kept = _norm_before(setup, "attention norm")
     down = [LATENT_DOWN, QUERY_DOWN if spec.q_rank else QUERY]
     inputs = [_input(setup, layer, module, r * spec.hidden_size) for module in down]
     kept |= _once(inputs, "input", "down projections input")
@@ -358,7 +376,8 @@ def _latent_attention(setup: MicrobatchSetup, layer: int, again: bool) -> Kept:
     kept |= _input(setup, layer, PROJECTION, values, shared=bool(kept.get("attention output")))
     modules = {LATENT_DOWN: r, LATENT_UP: t, PROJECTION: r}
     modules |= {QUERY_DOWN: r, QUERY_UP: t} if spec.q_rank else {QUERY: t}
-    return kept | _adapter_products(setup, layer, modules)
+    kept |= _adapter_products(setup, layer, modules)
+    return kept | _norm_behind(setup, BEHIND_ATTENTION)
 
 
 def _once(kept: Sequence[Kept], ending: str, name: str) -> Kept:
@@ -367,21 +386,6 @@ def _once(kept: Sequence[Kept], ending: str, name: str) -> Kept:
     for part in kept:
         joined |= {name if tensor.endswith(f" {ending}") else tensor: size for tensor, size in part.items()}
     return joined
-
-
-def score_bytes(setup: MicrobatchSetup, layer: int) -> int:
-    """Returns the bytes that the backward pass of attention needs at a time where no kernel hides its scores: under a
-    soft cap, whose chunks of queries are computed again, and with unequal widths of keys and values on a CPU."""
-    spec = setup.spec
-    if setup.kernels.attention != TORCH or spec.layer_kinds[layer].mixer == LINEAR:
-        return 0
-    queries, keys, _ = max(setup.runs(layer), key=lambda run: run[0] * run[1])
-    if spec.features.attention_softcap is not None:
-        scores = min(SOFTCAP_CHUNK, 4 * setup.rows * setup.heads * queries * keys)
-        return 5 * scores + 8 * setup.tokens * setup.layout.cp * setup.head_width
-    if spec.transformer.get("multi_latent_attention") and not setup.kernels.cuda:
-        return 2 * 4 * setup.rows * setup.heads * queries * keys - 4 * setup.rows * keys * setup.head_width
-    return 0
 
 
 def _latent_core(setup: MicrobatchSetup) -> Kept:
@@ -416,11 +420,13 @@ def _mlp(setup: MicrobatchSetup, layer: int) -> Kept:
     r = setup.residual_tokens
     w = setup.width
     f = spec.ffn // setup.layout.tp
-    kept = _block_norms(setup, "mlp norm")
+    kept = _norm_before(setup, "mlp norm")
     kept |= _input(setup, layer, FC1, r * spec.hidden_size)
+    kept |= _adapter_products(setup, layer, {FC1: t})
     kept["inner"] = w * t * first_width(setup, f)
     kept |= _input(setup, layer, FC2, t * f)
-    return kept | _adapter_products(setup, layer, {FC1: t, FC2: r})
+    kept |= _adapter_products(setup, layer, {FC2: r})
+    return kept | _norm_behind(setup, BEHIND_MLP)
 
 
 def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
@@ -432,26 +438,23 @@ def _moe(setup: MicrobatchSetup, layer: int) -> Kept:
     w = setup.width
     e = spec.expert_ffn // setup.layout.etp
     torch_experts = setup.kernels.linear == TORCH
-    kept = _block_norms(setup, "mlp norm")
+    kept = _norm_before(setup, "mlp norm")
     kept["router input"] = w * r * spec.hidden_size
+    kept |= _shared_expert(setup, layer)
     kept["router and order"] = r * (24 * spec.topk + 12 * spec.experts + 4)
     kept |= _input(setup, layer, EXPERT_FC1, m * spec.hidden_size)
+    kept |= _expert_adapters(setup, layer, EXPERT_FC1, spec.hidden_size, setup.layout.etp)
     kept["inner"] = w * m * first_width(setup, e)
-    kept |= _input(setup, layer, EXPERT_FC2, m * e)
     in_parts = spec.transformer["activation_func"] == QUICK_GELU
-    if torch_experts or in_parts:  # before it is multiplied with the routing weights
-        kept["unweighted activation"] = w * m * e
     if in_parts:  # the bounded gate, its sigmoid, their product, and the other half of the inner rows
         kept["activation"] = 4 * w * m * e
+    if torch_experts or in_parts:  # before it is multiplied with the routing weights
+        kept["unweighted activation"] = w * m * e
+    kept |= _input(setup, layer, EXPERT_FC2, m * e)
+    kept |= _expert_adapters(setup, layer, EXPERT_FC2, e, 1)
     if spec.linear_bias and setup.torch_experts and setup.grouped_experts:
         kept["biases of rows"] = w * m * spec.hidden_size
-    kept |= _shared_expert(setup, layer)
-    if not setup.grouped_experts:
-        experts = spec.experts // setup.layout.ep
-        return kept | _adapter_products(setup, layer, {EXPERT_FC1: m, EXPERT_FC2: m}, experts)
-    return kept | _grouped_adapters(
-        setup, layer, {EXPERT_FC1: (spec.hidden_size, setup.layout.etp), EXPERT_FC2: (e, 1)}
-    )
+    return kept | _norm_behind(setup, BEHIND_MLP)
 
 
 def _shared_expert(setup: MicrobatchSetup, layer: int) -> Kept:
@@ -468,17 +471,17 @@ def _shared_expert(setup: MicrobatchSetup, layer: int) -> Kept:
     return kept | _adapter_products(setup, layer, {SHARED_FC1: t, SHARED_FC2: setup.residual_tokens})
 
 
-def _grouped_adapters(setup: MicrobatchSetup, layer: int, modules: Mapping[str, tuple[int, int]]) -> Kept:
-    """Adapters of all experts in grouped products: the scaled outputs of A. A rank that is no multiple of 16 bytes is
-    filled up, in copies of A and B. `modules`: (inputs on this rank, ranks that split the outputs) of an expert's
-    layer."""
+def _expert_adapters(setup: MicrobatchSetup, layer: int, module: str, inputs: int, ranks: int) -> Kept:
+    """Adapters of all experts, in grouped products: the scaled outputs of A. A rank that is no multiple of 16 bytes is
+    filled up, in copies of A and B. `inputs` of an expert's layer on this rank, whose outputs so many ranks split."""
     experts = setup.spec.experts // setup.layout.ep
+    if not setup.grouped_experts:
+        return _adapter_products(setup, layer, {module: setup.expert_tokens}, experts)
     unit = 16 // setup.width
     rank = setup.parts.rank
-    kept = 0
     width = -(-rank // unit) * unit
-    for module, (inputs, ranks) in modules.items():
-        for projection in setup.adapters(layer, module):
-            copies = experts * (inputs + projection.shape[0] // ranks) if width > rank else 0
-            kept += setup.width * width * (setup.expert_tokens + copies)
-    return {"adapters": kept} if kept else {}
+    kept = 0
+    for projection in setup.adapters(layer, module):
+        copies = experts * (inputs + projection.shape[0] // ranks) if width > rank else 0
+        kept += setup.width * width * (setup.expert_tokens + copies)
+    return {f"adapters of {module}": kept} if kept else {}

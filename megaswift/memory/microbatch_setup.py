@@ -133,15 +133,22 @@ class MicrobatchSetup:
         return self.spec.heads // self.layout.tp
 
     @property
-    def expert_tokens(self) -> int:
-        """Rows of the products of the fullest rank's experts: each token goes to `topk` experts, and
-        expert-tensor-parallel ranks gather theirs. Padded to their capacity they have it all."""
-        even = self.residual_tokens * self.spec.topk * self.layout.etp
+    def routed_tokens(self) -> int:
+        """Rows that the tokens of this rank have in experts, of which each goes to `topk`. Padded to their capacity
+        experts have it all."""
+        even = self.residual_tokens * self.spec.topk
         factor = self.options.model.moe_expert_capacity_factor
         if factor is None:
-            return int(even * self.options.expert_imbalance) if self.layout.ep > 1 else even
+            return even
         padded = self.options.model.moe_pad_expert_input_to_capacity
         return int(even * (factor if padded else min(1.0, factor)))
+
+    @property
+    def expert_tokens(self) -> int:
+        """Rows of the products of the fullest rank's experts; expert-tensor-parallel ranks gather theirs."""
+        rows = self.routed_tokens * self.layout.etp
+        uneven = self.layout.ep > 1 and self.options.model.moe_expert_capacity_factor is None
+        return int(rows * self.options.expert_imbalance) if uneven else rows
 
     @property
     def grouped_experts(self) -> bool:
@@ -149,6 +156,14 @@ class MicrobatchSetup:
         model = self.options.model
         dora = self.parts.dora
         return groups_experts(model, dora, self.spec, self.layout.etp, self.width, self.kernels.linear == TORCH)
+
+    @property
+    def sorts_tokens_twice(self) -> bool:
+        """Return whether tokens are sorted by rank and then by expert: ranks exchange them, or experts have a capacity
+        that is not filled up (`engine/megatron/layers/moe/dispatcher.py`)."""
+        model = self.options.model
+        limited = bool(model.moe_expert_capacity_factor) and not model.moe_pad_expert_input_to_capacity
+        return self.layout.ep * self.layout.etp > 1 or limited
 
     @property
     def torch_experts(self) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.models.family import Family, family_of
@@ -125,6 +126,11 @@ class TrainedParts:
         return {}
 
     @cached_property
+    def passes_by_layer(self) -> dict[object, list[Any]]:
+        """The same of operations of their passes."""
+        return {}
+
+    @cached_property
     def _counted_alike(self) -> dict[tuple[int, ...], Counter[int]]:
         return {}
 
@@ -134,9 +140,13 @@ class TrainedParts:
         if key not in self._counted_alike:
             found: dict[object, list[int]] = {}
             for layer in key:
-                found.setdefault((spec.layer_kinds[layer], self.adapted_modules.get(layer)), []).append(layer)
+                found.setdefault(self.kind(layer, spec), []).append(layer)
             self._counted_alike[key] = Counter({same[0]: len(same) for same in found.values()})
         return self._counted_alike[key]
+
+    def kind(self, layer: int, spec: ModelSpec) -> Hashable:
+        """Return what is the same for layers that are made alike and adapted alike."""
+        return spec.layer_kinds[layer], self.adapted_modules.get(layer)
 
     def trains(self, names: Sequence[str]) -> bool:
         """Return whether the parameter that is made of these Hugging Face tensors trains."""

@@ -17,6 +17,8 @@ from megaswift.models.weights.rules import TensorParallelShard, WeightRule, shar
 
 BLOCK = 64
 """Inputs of a row that share a scale (QLoRA, arXiv:2305.14314)."""
+BAND = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Values that are quantized or dequantized at a time: on a CPU those that its cache holds."""
 NO_DORA = Problem(
     "--train_type qlora",
     "does not support DoRA, which would use the row norms of the quantized weights",

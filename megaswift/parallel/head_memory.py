@@ -111,28 +111,44 @@ class HeadShape:
         gradients."""
         return 4 * self.rows * (2 * STATISTICS + 2 * COEFFICIENTS + 4 * len(self.fields) + 8)
 
+    def tile_row_bytes(self, numbers: int) -> int:
+        """Numbers of all rows while tiles are there: so many, the fields and their gradients, three numbers that are
+        kept, labels in 64 bits and their flags."""
+        return 4 * self.rows * (numbers + 2 * len(self.fields) + 6)
 
-def megatron_engine_head_peak_bytes(shape: HeadShape, device: str, fused_gradient: bool = True) -> int:
-    """Bytes at the peak of the native engine's head, forward and backward, beside hidden states, weight and main
-    gradient; on a GPU with Triton. `fused_gradient`: the weight's gradient is added to the main gradient
-    (`--gradient_accumulation_fusion`)."""
+
+def kept_product_bytes(shape: HeadShape, device: str) -> int:
+    """Bytes of the products that the native engine's head keeps for its backward pass."""
+    row = shape.width * shape.product_bytes
+    return row * sum(c.stop - c.start for c in head_chunks(shape.rows, row, device) if c.kept)
+
+
+def megatron_engine_head_peak_bytes(shape: HeadShape, device: str, fused_gradient: bool = True) -> tuple[int, int]:
+    """Bytes at the peaks of the forward and of the backward pass of the native engine's head, beside hidden states,
+    weight and main gradient; on a GPU with Triton. `fused_gradient`: the weight's gradient is added to the main
+    gradient (`--gradient_accumulation_fusion`)."""
     s = shape
     fused_passes = device == "cuda"
     chunks = head_chunks(s.rows, s.width * s.product_bytes, device)
     largest = max(c.stop - c.start for c in chunks)
     kept = sum(c.stop - c.start for c in chunks if c.kept)
     again = max((c.stop - c.start for c in chunks if not c.kept), default=0)
+    # float32 copies: of a chunk's hidden states, and of a part of the weight or of the logits' gradient
     parts = min(s.width, max(64, TILE_ELEMENTS // max(s.hidden_size, largest)))
     converts = not fused_passes and s.element_bytes < 4
-    converted = 4 * (largest * s.hidden_size + parts * max(s.hidden_size, largest)) if converts else 0
+    hidden = 4 * largest * s.hidden_size if converts else 0
     tiles = 0 if fused_passes else s.tile_bytes(forward=True)
-    forward = (kept + again) * s.width * s.product_bytes + max(tiles, converted if s.float32_products else 0)
+    converted = hidden + 4 * parts * s.hidden_size if converts and s.float32_products else 0
+    forward = max(s.row_bytes, s.tile_row_bytes(STATISTICS) + max(tiles, converted))
+    forward += (kept + again) * s.width * s.product_bytes
     d_hidden = s.rows * s.hidden_size * s.element_bytes
     d_logits = s.element_bytes if s.product_bytes != s.element_bytes else 0
     total = 4 * s.weight_elements if s.weight_trained and not fused_gradient else 0
     tiles = 0 if fused_passes else s.tile_bytes(forward=False)
-    backward = largest * s.width * (s.product_bytes + d_logits) + max(tiles, converted if s.weight_trained else 0)
+    converted = hidden + 4 * parts * largest if converts and s.weight_trained else 0
     returned = (
         s.weight_elements * s.element_bytes if s.weight_trained and (fused_gradient or s.element_bytes < 4) else 0
     )
-    return s.row_bytes + max(forward, d_hidden + total + max(backward, returned))
+    chunk = largest * s.width * (s.product_bytes + d_logits)
+    backward = max(s.row_bytes, s.tile_row_bytes(COEFFICIENTS) + max(chunk + max(tiles, converted), returned))
+    return forward, d_hidden + total + backward

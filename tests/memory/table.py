@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -24,7 +25,8 @@ from megaswift.losses.contract import Batch
 from megaswift.losses.mtp import MultiTokenPrediction
 from megaswift.losses.sft import CrossEntropy
 from megaswift.memory.activation_bytes import (
-    activation_bytes,
+    ActivationBytes,
+    activation_moments,
     kept_by_chunk,
     last_stage_head,
     passes_by_chunk,
@@ -191,8 +193,10 @@ class Counted:
     """Bytes that autograd keeps when the first backward pass begins."""
     peak: int
     """Bytes of all tensors at the peak of the passes (`LiveBytes`)."""
-    expert_rows: float
-    """Rows of experts over those of an even choice, mean of all layers."""
+    expert_rows: list[float]
+    """Rows of the experts of each layer in the order of its forward pass; none where ranks exchange no tokens."""
+    peak_rows: list[float]
+    """The same of the passes with the peak, for which some routers have other biases."""
 
 
 def full_batch(cfg: SwiftConfig) -> Batch:
@@ -216,33 +220,43 @@ def count_row(rank: int, world: int, task: tuple[TableRow, Path]) -> Counted:
     if cfg.model.mtp_num_layers:
         loss = MultiTokenPrediction(loss, cfg.model.mtp_num_layers, 0.1)
     batches = [full_batch(cfg) for _ in range(case.total // case.dp)]
-    rows = _count_expert_rows(engine)
+    rows = _count_expert_rows(engine) if case.ep > 1 else {}
     count = SavedBytes(t for c in engine.plain for t in (*c.parameters(), *c.buffers()))
     with torch.autograd.graph.saved_tensors_hooks(count.pack, count.unpack):
         engine.accumulate(batches, loss)
-    imbalance = sum(rows) / len(rows) if rows else 1.0
+    kept_rows = _taken(rows)
     live = LiveBytes(t for c in engine.plain for t in held_tensors(c))
     with live:
         engine.accumulate(batches, loss)
+    peak_rows = _taken(rows)
     assert not engine.train_batch(batches, loss, 1e-3).skipped
     held = _of_megatron(engine)
     torch.distributed.barrier()
     context.close()
     assert count.forward is not None
-    return Counted(held, count.forward, live.peak, imbalance)
+    return Counted(held, count.forward, live.peak, kept_rows, peak_rows)
 
 
-def _count_expert_rows(engine: Any) -> list[float]:
-    """Rows that each layer's experts get, in the order of the calls."""
-    found: list[float] = []
+def _taken(rows: Mapping[Any, list[int]]) -> list[float]:
+    """The mean of each layer, which begins anew."""
+    found = [statistics.mean(calls) for calls in rows.values()]
+    for calls in rows.values():
+        calls.clear()
+    return found
+
+
+def _count_expert_rows(engine: Any) -> dict[Any, list[int]]:
+    """Rows that each layer's experts get, call by call."""
+    found: dict[Any, list[int]] = {}
 
     def count(module: Any, given: Any) -> None:
         tokens = given[0]
-        found.append(float(tokens.reshape(-1, tokens.shape[-1]).shape[0]))
+        found[module].append(tokens.reshape(-1, tokens.shape[-1]).shape[0])
 
     for chunk in engine.plain:
         for name, module in chunk.named_modules():
             if name.endswith("mlp.experts"):
+                found[module] = []
                 module.register_forward_pre_hook(count)
     return found
 
@@ -283,7 +297,7 @@ def setup_of(row: TableRow, imbalance: float = 1.0) -> tuple[MicrobatchSetup, Sw
 
 
 def _saved(setup: MicrobatchSetup, chunk: ModelChunk) -> int:
-    """What autograd keeps: no masks where attention is computed again, though they are there."""
+    """What autograd keeps: masks too, where attention is not computed again."""
     kept = kept_by_chunk(setup, chunk)
     model = setup.options.model
     whole = list(chunk.layers)
@@ -291,16 +305,16 @@ def _saved(setup: MicrobatchSetup, chunk: ModelChunk) -> int:
         whole = whole[model.recompute_num_layers or 1 :] if model.recompute_method == "block" else []
     elif "core_attn" in model.recompute_modules:
         whole = []
-    return kept.total + kept.tokens - mask_bytes(setup, chunk.layers) + mask_bytes(setup, whole)
+    return kept.total + kept.tokens + mask_bytes(setup, whole)
 
 
-def computed(row: TableRow, stage: int, imbalance: float) -> Computed:
-    """What the formulas say."""
-    setup, cfg = setup_of(row, imbalance)
+def computed(row: TableRow, stage: int, imbalances: Sequence[float] = (), at_peak: Sequence[float] = ()) -> Computed:
+    """What the formulas say, where the experts of each layer of the rank have so many times the even number of rows."""
+    setup, cfg = setup_of(row, statistics.mean(imbalances) if imbalances else 1.0)
     layout = setup.layout
     chunks = model_chunks_by_stage(setup.spec.num_layers, layout, PipelineSplit.from_config(cfg.parallel))[stage]
     passes = setup.options.passes
-    first = next(passes_by_chunk(setup, stage, passes))
+    first, _ = passes_by_chunk(setup, stage, passes)[0]
     forward = sum(count * _saved(setup, chunks[i]) for i, count in first.items()) + shared_angle_bytes(setup)
     forward += last_stage_head(setup).kept if any(chunk.loss for chunk in chunks) else 0
     run = parameters_of(cfg, setup.spec, layout, setup.kernels)
@@ -316,18 +330,47 @@ def computed(row: TableRow, stage: int, imbalance: float) -> Computed:
         // (buffer.replicas if sharded else 1)
         for buffer in _gradient_buffers(layout, parameters)
     )
-    peak = activation_bytes(setup, stage, chunks, passes)
+    peak = _peak(setup, stage, chunks, at_peak)
     return Computed(
         Held(held.weights + held.first_values, held.gradients, held.optimizer, held.fp8_copies),
         states,
         forward,
-        peak.total,
+        peak,
     )
+
+
+def _peak(setup: MicrobatchSetup, stage: int, chunks: list[ModelChunk], imbalances: Sequence[float]) -> int:
+    """At the peak the last layer has its own rows, and a group of layers that are computed again have theirs; all else
+    that is kept is a sum over layers."""
+
+    def moments(imbalance: float, some: list[ModelChunk] = chunks) -> list[ActivationBytes]:
+        own = replace(setup, options=replace(setup.options, expert_imbalance=imbalance))
+        return list(activation_moments(own, stage, some, setup.options.passes))
+
+    everywhere = moments(statistics.mean(imbalances) if imbalances else 1.0)
+    model = setup.options.model
+    layers = [layer for chunk in chunks for layer in chunk.layers]
+    of_layer = dict(zip((i for i in layers if setup.spec.moe_layers[i]), imbalances, strict=False))
+    if not of_layer:
+        return max(m.total for m in everywhere)
+    if model.recompute_granularity != "full" or model.recompute_method == "block":
+        pairs = zip(everywhere, moments(imbalances[-1]), strict=True)
+        return max(replace(last, kept=m.kept).total for m, last in pairs)
+    kept = max(m.kept for m in everywhere if m.recomputed)
+    found = [m.total for m in everywhere if not m.recomputed]
+    every = model.recompute_num_layers or 1
+    for number, first in ((i, n) for i, chunk in enumerate(chunks) for n in range(0, len(chunk.layers), every)):
+        group = chunks[number].layers[first : first + every]
+        rows = [of_layer[layer] for layer in group if layer in of_layer] or [1.0]
+        alone = [replace(chunk, layers=group if i == number else range(0)) for i, chunk in enumerate(chunks)]
+        pairs = zip(moments(statistics.mean(rows), alone), moments(rows[-1], alone), strict=True)
+        found += [replace(last, kept=kept, recomputed=m.recomputed).total for m, last in pairs if m.recomputed]
+    return max(found)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one row: the worst rank's."""
+    """Of one row: the worst rank's, and of the peak the worst of the fullest ranks of the stages."""
 
     weights: int
     gradients: int
@@ -351,18 +394,20 @@ def errors_of(row: TableRow, ranks: Sequence[Counted]) -> Errors:
     found = []
     for stage in range(pp):
         own = ranks[stage * per_stage : (stage + 1) * per_stage]
+        fullest = max(own, key=lambda rank: rank.peak)
         for rank in own:
-            imbalance = rank.expert_rows / even if layout.ep > 1 and rank.expert_rows else 1.0
-            c = computed(row, stage, imbalance)
+            c = computed(row, stage, *([n / even for n in rows] for rows in (rank.expert_rows, rank.peak_rows)))
             assert rank.held.optimizer <= c.held.optimizer, "no shard holds more"
+            # ranks without rows of their own have the formulas of the fullest
+            counted = rank.peak if rank.peak_rows else fullest.peak
             found.append(
                 Errors(
                     c.held.weights - rank.held.weights,
                     c.held.gradients - rank.held.gradients,
                     c.all_states - sum(r.held.optimizer for r in own),
                     c.forward / rank.forward - 1,
-                    None if row.te else c.peak / rank.peak - 1,
-                    None if row.te else (c.peak + _whole(c.held)) / (rank.peak + _whole(rank.held)) - 1,
+                    None if row.te else c.peak / counted - 1,
+                    None if row.te else (c.peak + _whole(c.held)) / (counted + _whole(rank.held)) - 1,
                 )
             )
     names = ("weights", "gradients", "states", "kept", *(() if row.te else ("peak", "step")))
@@ -392,7 +437,7 @@ def write_counts(counts: Mapping[TableRow, Sequence[Counted]], file: Path = COUN
     """The inverse."""
     lines = []
     for row, ranks in counts.items():
-        listed = [[list(asdict(r.held).values()), r.forward, r.peak, r.expert_rows] for r in ranks]
+        listed = [[list(asdict(r.held).values()), r.forward, r.peak, r.expert_rows, r.peak_rows] for r in ranks]
         value = {"family": row.family, "layout": row.layout, "te": row.te, "options": dict(row.options)}
         lines.append(json.dumps({**value, "ranks": listed}) + "\n")
     file.write_text("".join(lines), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Bytes of activations against the tensors that autograd keeps in real passes, each storage once.
 
 Covers: megaswift/memory/activation_bytes.py, megaswift/memory/layer_activations.py,
-megaswift/memory/microbatch_setup.py, megaswift/memory/activation_bytes.py.
+megaswift/memory/microbatch_setup.py, megaswift/memory/layer_passes.py.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
 from megaswift.memory.activation_bytes import (
-    _working,
-    activation_bytes,
+    activation_moments,
     kept_by_chunk,
     last_stage_head,
     passes_in_flight,
     shared_angle_bytes,
 )
-from megaswift.memory.layer_activations import kept_by_layer
+from megaswift.memory.layer_activations import EXPERT_FC1, FC1, FC2, kept_by_layer, mask_bytes
+from megaswift.memory.layer_passes import CORE, Operation, attention_operations, block_operations
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
 from megaswift.memory.rank_parameters import TrainedParts
 from megaswift.parallel.layout import Layout
@@ -90,12 +90,24 @@ def test_an_mlp_without_a_gate_keeps_what_autograd_keeps() -> None:
 
 
 def test_memory_of_models_without_a_gate_by_hand() -> None:
-    """Two experts a token: 512 rows of the inner width 64. The backward pass holds gradients of the inner activation
-    before and after its function, of input and output, and with experts of all four first matrices. An MLP's output and
-    its matrix have none then."""
+    """Two experts a token: 512 rows of the inner width 64. The backward pass of a square holds the gradients before and
+    after it, its power and twice that; that of the first product gradients of input, output and weight, with experts of
+    all four weights; so does that of an MLP's second product."""
     assert kept_by_layer(ungated(MOE), 0)["inner"] == 2 * 512 * 64
-    assert _working(ungated(CONFIG), 0) == 2 * 256 * (2 * 256 + 128)
-    assert _working(ungated(MOE), 0) == 2 * 512 * (2 * 64 + 2 * 128) + 4 * 2 * 64 * 128
+    dense, experts = ({op.after: op.backward for op in block_operations(ungated(c), 0)} for c in (CONFIG, MOE))
+    assert dense["inner"] == 2 * 256 * 4 * 256
+    assert dense[f"{FC1} input", f"adapters of {FC1}"] == 2 * (256 * (256 + 128) + 128 * 256)
+    assert dense[f"{FC2} input", f"adapters of {FC2}"] == 2 * (256 * (128 + 256) + 128 * 256)
+    assert experts["inner"] == 2 * 512 * 4 * 64
+    assert experts[f"{EXPERT_FC1} input", f"adapters of {EXPERT_FC1}"] == 2 * (512 * (64 + 128) + 4 * 64 * 128)
+
+
+def test_operations_of_a_norm_and_of_attention_by_hand() -> None:
+    """256 tokens, 4 heads of 64: torch's norm of hidden states has five float32 tensors, attention the gradients of
+    its output, of queries, and of keys and values, which are repeated for every head."""
+    found: dict[Any, Operation] = {op.after: op for op in attention_operations(ungated(CONFIG), 0)}
+    assert found["attention norm 1/rms"].backward == 5 * 4 * 256 * 128
+    assert found[CORE].backward == 2 * 256 * 4 * 64 * 4
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +138,10 @@ def computed(run: CountedRun, kernels: str) -> list[Saved]:
         forward = sum(sizes[i % len(sizes)] for i in range(passes_in_flight(setup, stage, own)))
         forward += shared_angle_bytes(setup)
         forward += last_stage_head(setup).kept if any(chunk.loss for chunk in chunks) else 0
-        peak = activation_bytes(setup, stage, chunks, own)
-        found.append(Saved(forward, max(forward, peak.kept + peak.recomputed)))
+        masks = mask_bytes(setup, [layer for chunk in chunks for layer in chunk.layers])
+        forward += masks * passes_in_flight(setup, stage, own)
+        saved = (m.kept + m.recomputed for m in activation_moments(setup, stage, chunks, own))
+        found.append(Saved(forward, max(forward, *saved)))
     return found
 
 

@@ -1,13 +1,12 @@
 """The formulas against counted bytes of more than 300 runs: weights, gradients and optimizer states exactly, kept
-activations within 1%.
+activations within 1%, the peak of a step within 2% in 95% of the rows and within 5% in all.
 
-Covers: megaswift/memory/layer_activations.py, megaswift/memory/activation_bytes.py, megaswift/memory/state_bytes.py,
-megaswift/memory/rank_parameters.py, megaswift/memory/microbatch_setup.py.
+Covers: megaswift/memory/layer_activations.py, megaswift/memory/layer_passes.py, megaswift/memory/activation_bytes.py,
+megaswift/memory/state_bytes.py, megaswift/memory/rank_parameters.py, megaswift/memory/microbatch_setup.py.
 """
 
 from __future__ import annotations
 
-import statistics
 from itertools import combinations
 from pathlib import Path
 
@@ -28,8 +27,9 @@ from tests.memory.table import (
 from tests.parity.pool import Pool
 
 KEPT = 0.01
-PEAK_MEDIAN, PEAK_WITHIN_5 = 0.023, 0.79
-"""What the peak of a step has reached: median of the errors, and share of the rows within 5%. Not a goal."""
+PEAK = 0.05
+NEAR = 0.02
+SHARE_NEAR = 0.95
 DEFAULT = (
     TableRow("qwen3_next-mtp", "dp2 do", options={"torch_dtype": "bfloat16"}),
     TableRow("deepseek_v3", "tp2 sp", options={"train_type": "lora", "lora_rank": 8}),
@@ -50,6 +50,7 @@ def check(row: TableRow, ranks: list[Counted]) -> Errors:
     errors = errors_of(row, ranks)
     assert (errors.weights, errors.gradients, errors.states) == (0, 0, 0), row
     assert abs(errors.kept) <= KEPT, row
+    assert errors.step is None or abs(errors.step) <= PEAK, row
     return errors
 
 
@@ -63,8 +64,7 @@ def test_the_formulas_are_those_of_the_counted_runs() -> None:
     counts = read_counts()
     assert len(counts) >= 300
     steps = [abs(step) for row, ranks in counts.items() if (step := check(row, ranks).step) is not None]
-    assert statistics.median(steps) <= PEAK_MEDIAN
-    assert sum(step <= 0.05 for step in steps) / len(steps) >= PEAK_WITHIN_5
+    assert sum(step <= NEAR for step in steps) / len(steps) >= SHARE_NEAR
 
 
 def test_rows_combine_the_choices() -> None:

@@ -77,7 +77,7 @@ def test_native_head(
         compute_vocabulary_fields(hidden, weight, labels, shard, chosen)[0].sum().backward()
 
     shape = HeadShape(ROWS, HIDDEN, WIDTH, dtype.itemsize, needs.names, options[0])
-    formula = megatron_engine_head_peak_bytes(shape, "cpu", fused_gradient=options[1])
+    formula = max(megatron_engine_head_peak_bytes(shape, "cpu", fused_gradient=options[1]))
     assert 0.9 * formula <= allocated_peak(step) <= formula
 
 
@@ -90,7 +90,7 @@ def test_factors_and_soft_caps(temperature: float, cap: float | None) -> None:
     def step() -> None:
         compute_vocabulary_fields(hidden, weight, labels, shard, VocabularyHeadOptions()).sum().backward()
 
-    formula = megatron_engine_head_peak_bytes(HeadShape(ROWS, HIDDEN, WIDTH, 4, extra_tiles=1), "cpu")
+    formula = max(megatron_engine_head_peak_bytes(HeadShape(ROWS, HIDDEN, WIDTH, 4, extra_tiles=1), "cpu"))
     assert 0.9 * formula <= allocated_peak(step) <= formula
 
 
@@ -109,7 +109,7 @@ def test_logits_are_never_all_in_float32() -> None:
     """A head of 16 bits needs less than float32 logits alone would take."""
     shape = HeadShape(4096, 1024, 151936, 2, NEEDS["dpo"].names, weight_trained=False)
     float32 = 4096 * 151936 * 4
-    assert megatron_engine_head_peak_bytes(shape, "cuda") < 0.6 * float32
+    assert max(megatron_engine_head_peak_bytes(shape, "cuda")) < 0.6 * float32
 
 
 def test_chunks() -> None:
