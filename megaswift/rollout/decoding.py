@@ -7,7 +7,7 @@ an eighth of it. Rows share nothing but the matrix products, so a row's tokens d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +32,13 @@ class DecodingBatch:
         sampling: SamplingParams,
         seeds: Sequence[int],
         images: BatchImages | None = None,
+        drawn: Sequence[int] | None = None,
     ) -> None:
+        """`drawn`: the tokens of each prompt that were sampled with its seed, at its end."""
         self.model = model
         self.sampling = sampling
         self.device = model.device
-        self.draws = RowGenerators(seeds, self.device) if sampling.temperature else None
+        self.draws = RowGenerators(seeds, self.device, drawn) if sampling.temperature else None
         asked = [*zip(prompts, [None] * len(prompts) if images is None else images.of, strict=True)]
         numbers = {one: number for number, one in enumerate(dict.fromkeys(asked))}
         self.origin = copy_to_device_async(torch.tensor([numbers[one] for one in asked]), self.device)
@@ -146,16 +148,33 @@ def decode_batch(
     sampling: SamplingParams,
     seeds: Sequence[int],
     images: BatchImages | None = None,
+    begun: Sequence[int] | None = None,
+    stop: Callable[[], bool] = bool,
 ) -> list[Completion]:
-    """The completions of one batch, in the order of `prompts`."""
-    batch = DecodingBatch(model, prompts, sampling, seeds, images)
+    """Return the completions of one batch, in the order of `prompts`.
+
+    Args:
+        model: The transformers model.
+        prompts: Different lengths are padded on the left.
+        sampling: How tokens are drawn.
+        seeds: One for each prompt.
+        images: The prompts' images.
+        begun: How many tokens at the end of each prompt belong to its completion already; `max_tokens` counts them.
+        stop: Asked after each token; once it is true, unfinished completions are returned as they are.
+    """
+    before = [*(begun or [0] * len(prompts))]
+    sampling = replace(sampling, max_tokens=sampling.max_tokens - min(before))
+    batch = DecodingBatch(model, prompts, sampling, seeds, images, begun)
     steps = sampling.max_tokens
+    limits = [steps + min(before) - count for count in before]
+    full = {*limits} - {steps}
+    """The steps after which rows are full that began with more tokens than others."""
     count = len(prompts)
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
     rows: list[Tensor] = []
     live = torch.arange(count, device=batch.device)  # prompt index of each row that is left
-    ends = torch.full((count,), steps, device=batch.device)  # tokens of each completion
+    ends = copy_to_device_async(torch.tensor(limits), batch.device)  # tokens of each completion
     finished = torch.zeros(count, dtype=torch.bool, device=batch.device)
     active = torch.ones(count, dtype=torch.bool, device=batch.device)  # rows of the batch that are not done
     logits = batch.read()
@@ -166,11 +185,12 @@ def decode_batch(
         tokens.append(chosen)
         logprobs.append(chosen_logprobs)
         rows.append(live)
-        if len(batch.stops):
-            done = active & torch.isin(chosen, batch.stops)
+        if len(batch.stops) or step + 1 in full:
+            stopped = active & torch.isin(chosen, batch.stops)
+            done = stopped | (active & (ends[live] == step + 1)) if step + 1 in full else stopped
             if bool(done.any()):
                 ends[live[done]] = step + 1
-                finished[live[done]] = True
+                finished[live[stopped]] = True
                 active = active & ~done
                 remaining = int(active.sum())
                 if not remaining:
@@ -181,6 +201,9 @@ def decode_batch(
                     chosen = chosen[unfinished]
                     live = live[unfinished]
                     active = active[unfinished]
+        if stop():
+            ends[live[active]] = step + 1
+            break
         if step + 1 < steps:
             logits = batch.feed(chosen, step)
     return _completions(tokens, logprobs, rows, (ends, finished))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -143,6 +143,22 @@ class SinglePromptSampler(Protocol):
 
     def generate_one(self, prompt: Sequence[int], sampling: SamplingParams, seed: int, number: int) -> Completion:
         """`Sampler.generate` for one prompt; prompts of one `number` go to one server, which may have their prefix."""
+
+
+@runtime_checkable
+class InterruptibleSampler(Protocol):
+    """A sampler that can stop within completions and continue them, with other weights."""
+
+    def extend(
+        self,
+        prompts: Sequence[Sequence[int]],
+        begun: Sequence[Completion],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        stop: Callable[[], bool],
+    ) -> list[Completion]:
+        """`Sampler.generate` for completions of which `begun` is written. Once `stop` is true, unfinished ones are
+        returned as they are. With equal weights, interruptions do not change what is drawn."""
 
 
 @dataclass(frozen=True)

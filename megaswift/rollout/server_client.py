@@ -200,9 +200,10 @@ class SamplingServerPool:
             return call(self.servers[place])
 
     def complete(self, call: Callable[[SamplingServer, int], Completion], count: int) -> list[Completion]:
-        """`ask` for each of `count` prompts, spread evenly: prompt i goes to server i mod n."""
+        """Calls server i mod n for each of `count` prompts, at most `at_once` at a time over all threads of the pool's
+        users."""
         with ThreadPoolExecutor(max(1, min(count, self.at_once * len(self.servers)))) as pool:
-            return list(pool.map(lambda i: call(self.servers[i % len(self.servers)], i), range(count)))
+            return list(pool.map(lambda i: self.call_one(lambda server: call(server, i), i), range(count)))
 
 
 def _numbers(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -30,22 +30,35 @@ class RowGenerators:
     """A generator per row and its numbers for the current block of steps. Drawn on the CPU, whatever the model's
     device."""
 
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+    def __init__(self, seeds: Sequence[int], device: torch.device, drawn: Sequence[int] | None = None) -> None:
+        """`drawn`: how many numbers of each row earlier calls have used."""
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.device = device
         self.block = torch.empty(0)
+        self.left = [torch.empty(0, dtype=torch.float64)] * len(seeds)
+        """Numbers of each row that are drawn and not in the block."""
+        for row, count in enumerate(drawn or ()):
+            for _ in range(-(-count // BLOCK)):
+                self.left[row] = self._draw(row)
+            self.left[row] = self.left[row][count % BLOCK or BLOCK :]
+
+    def _draw(self, row: int) -> Tensor:
+        return torch.rand(BLOCK, generator=self.generators[row], dtype=torch.float64)
 
     def at(self, step: int) -> Tensor:
         """[rows] float64 in [0, 1), for the token of this step; steps must be consecutive."""
         if step % BLOCK == 0:
-            numbers = [torch.rand(BLOCK, generator=g, dtype=torch.float64) for g in self.generators]
-            drawn = torch.stack(numbers, 1).clamp_(max=LARGEST)
+            numbers = [torch.cat([self.left[row], self._draw(row)]) for row in range(len(self.generators))]
+            self.left = [some[BLOCK:] for some in numbers]
+            drawn = torch.stack([some[:BLOCK] for some in numbers], 1).clamp_(max=LARGEST)
             self.block = copy_to_device_async(drawn, self.device)  # [BLOCK, rows]
         return self.block[step % BLOCK]
 
     def keep(self, rows: Tensor) -> None:
         """Drops all rows but these (indices, ascending)."""
-        self.generators = [self.generators[i] for i in rows.tolist()]
+        kept = rows.tolist()
+        self.generators = [self.generators[i] for i in kept]
+        self.left = [self.left[i] for i in kept]
         self.block = self.block[:, rows]
 
 

@@ -40,6 +40,7 @@ from megaswift.rewards.scoring import (
     RewardFunction,
     missing_reward_column_problems,
 )
+from megaswift.rollout.options.rollout import SERVERS, RolloutConfig
 from megaswift.rollout.sampler import Sampler, SamplerOptions, make_sampler
 from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.run.checks.adapter_sync import (
@@ -363,11 +364,12 @@ def rollout_dependencies(
         prompts,
         generation,
         settings.draws,
-        DrawQueue(settings.max_staleness, settings.steps),
+        DrawQueue(settings.max_staleness, settings.steps, cfg.rollout.partial_rollouts),
         advantage_estimator_entry_of(cfg).greedy_baseline,
         cfg.rollout.rollout_sleep,
         offloaded_parts,
         None if critic is None else critic.engine,
+        draws_at_once(cfg.rollout, settings),
     )
     collator = RolloutCollator(
         data_sources.padding_shape_of(tokenizer, geometry),
@@ -390,6 +392,13 @@ def rollout_dependencies(
         teacher_scores(plan, collator, geometry),
         *rollout_files(plan),
     )
+
+
+def draws_at_once(rollout: RolloutConfig, settings: RlSettings) -> int:
+    """Return how many draws may be written at the same time: with servers all that the queue has room for, so that the
+    long completions of one draw leave no server idle."""
+    independent = rollout.rollout_backend in SERVERS and rollout.environment is None
+    return settings.max_staleness // settings.steps + 1 if independent else 1
 
 
 def rollout_files(plan: RunPlan) -> tuple[RolloutWriter | None, RolloutReader | None]:

@@ -232,6 +232,7 @@ NEEDS = (
     | {"clip_cov_ub": {"loss_type": "clip_cov", "clip_cov_lb": 0.1}}
     | {name: {"loss_type": "kl_cov"} for name in ("kl_cov_ratio", "kl_cov_coef")}
     | {"pass_at_k": {"advantage_estimator": "pass_at_k"}}
+    | {"partial_rollouts": {"max_staleness": 4}}
     | {
         name: {"train_type": "lora"}
         for name in (

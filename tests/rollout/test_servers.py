@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 import pytest
 
 from megaswift.errors import ConfigError, UserError
-from megaswift.rollout import server_client, sync_folders, vllm_package
+from megaswift.rollout import server_client, server_sampler, sync_folders, vllm_package
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import (
+    Completion,
     Sampler,
     SamplerOptions,
     SamplingParams,
@@ -75,6 +76,34 @@ def test_two_servers_answer_as_the_sampler_that_they_are_made_of(
     for backend in (one, two):
         asked = [path for path, _ in backend.calls if path in ("/generate", "/v1/completions")]
         assert len(asked) == 9
+
+
+def test_interrupted_completions_are_those_of_one_call(
+    kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces with seeds of their own, wherever the run stops between them; new weights write what follows."""
+    monkeypatch.setattr(server_sampler, "PIECE", 4)
+    nothing = [Completion((), (), False)] * 6
+    with serving(KINDS[kind](model)) as url:
+        made: Any = client(kind, model, url, sync_folder=tmp_path / "sync", batch_size=2)
+        made.update_weights(weights(model))
+        want = made.extend(PROMPTS, nothing, SAMPLING, SEEDS, bool)
+        assert {c.finished for c in want} == {True, False}
+        found = nothing
+        calls = 0
+        while not all(c.finished or len(c.token_ids) == SAMPLING.max_tokens for c in found):
+            calls += 1
+            asked = iter(range(99))
+            found = made.extend(PROMPTS, found, SAMPLING, SEEDS, lambda asked=asked: next(asked) > 2)  # type: ignore[misc]
+        assert found == want and calls > 3
+        for mine, theirs in zip(want, made.generate(PROMPTS, SAMPLING, SEEDS), strict=True):
+            assert mine.token_ids[:4] == theirs.token_ids[:4], "the first piece has the completion's own seed"
+        begun = [Completion(c.token_ids[:4], c.logprobs[:4], c.finished and len(c.token_ids) <= 4) for c in want]
+        made.update_weights((n, 1.3 * t) for n, t in weights(model))
+        other = made.extend(PROMPTS, begun, SAMPLING, SEEDS, bool)
+        assert [c.logprobs[:4] for c in other] == [c.logprobs[:4] for c in want]
+        assert all(a.logprobs[4] != b.logprobs[4] for a, b in zip(other, want, strict=True) if len(b.logprobs) > 4)
+        made.close()
 
 
 def test_prompts_one_by_one(kind: str, model: Path, tmp_path: Path) -> None:

@@ -84,6 +84,19 @@ def test_uniform_numbers_do_not_depend_on_who_else_draws() -> None:
     assert abs(float(wanted.mean()) - 0.5) < 0.06 and len(set(wanted.tolist())) == len(wanted)
 
 
+@pytest.mark.parametrize("drawn", [(0, 1), (5, BLOCK), (BLOCK + 3, 2 * BLOCK - 1)])
+def test_uniform_numbers_go_on_where_they_were(drawn: tuple[int, int]) -> None:
+    whole = RowGenerators([3, 7], torch.device("cpu"))
+    wanted = torch.stack([whole.at(step) for step in range(5 * BLOCK)])
+    later = RowGenerators([3, 7], torch.device("cpu"), drawn)
+    for step in range(2 * BLOCK + 3):
+        found = later.at(step)
+        assert found.tolist() == [float(wanted[count + step, row]) for row, count in enumerate(drawn)]
+    later.keep(torch.tensor([1]))
+    for step in range(2 * BLOCK + 3, 3 * BLOCK):
+        assert later.at(step).tolist() == [float(wanted[drawn[1] + step, 1])]
+
+
 @pytest.mark.parametrize("size", [20, 3000])
 def test_told_log_probabilities_are_before_penalty_and_filters(size: int) -> None:
     logits = scores(40, size)

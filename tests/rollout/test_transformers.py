@@ -7,6 +7,7 @@ megaswift/rollout/kv_cache.py, megaswift/rollout/sampler.py, megaswift/rollout/w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,55 @@ def test_a_completion_depends_on_its_prompt_and_seed_alone(model: Path, ours: Tr
     shorter = ours.generate(prompts, replace(sampling, max_tokens=9), seeds)
     assert [c.token_ids for c in shorter] == [c.token_ids[:9] for c in together]
     assert ours.generate(PROMPTS[:1], sampling, [3]) == ours.generate(PROMPTS[:1], sampling, [3])
+
+
+@pytest.mark.parametrize("pause", [1, 3, 7])
+@pytest.mark.parametrize("sampling", [SamplingParams(40, 1.3, stop_token_ids=(1, 2, 3)), SamplingParams(15, 0.0)])
+def test_interrupted_completions_are_those_of_one_call(model: Path, sampling: SamplingParams, pause: int) -> None:
+    """With equal weights, however often the sampler is stopped; some rows end before, some are full at other steps."""
+    made = filled(model, batch_size=5)
+    prompts = [PROMPTS[i % 6] for i in range(12)]
+    seeds = list(range(100, 112))
+    want = made.generate(prompts, sampling, seeds)
+    found = [Completion((), (), False)] * 12
+    calls = 0
+    while left := [i for i in range(12) if not found[i].finished and len(found[i].token_ids) < sampling.max_tokens]:
+        asked = iter(range(10**6))
+        some = made.extend(
+            [prompts[i] for i in left],
+            [found[i] for i in left],
+            sampling,
+            [seeds[i] for i in left],
+            lambda asked=asked: next(asked) > pause,  # type: ignore[misc]
+        )
+        for i, completion in zip(left, some, strict=True):
+            found[i] = completion
+        calls += 1
+    assert calls > 3 and [c.token_ids for c in found] == [c.token_ids for c in want]
+    assert [c.finished for c in found] == [c.finished for c in want]
+    for mine, theirs in zip(found, want, strict=True):
+        assert max(abs(a - b) for a, b in zip(mine.logprobs, theirs.logprobs, strict=True)) < 5e-6
+
+
+def test_tokens_after_new_weights_are_theirs(model: Path, theirs: Any) -> None:
+    """Log-probabilities of each part are those of its own weights after the whole prefix."""
+    made = filled(model)
+    sampling = SamplingParams(12)
+    asked = iter(range(99))
+    begun = made.extend(PROMPTS, [Completion((), (), False)] * 6, sampling, range(6), lambda: next(asked) > 4)
+    assert {len(c.token_ids) for c in begun} == {5} and gap(theirs, PROMPTS, begun) < 5e-6
+    other = copy.deepcopy(theirs)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.2)
+    made.update_weights((name, 1.2 * tensor) for name, tensor in weights(model))
+    whole = made.extend(PROMPTS, begun, sampling, range(6), bool)
+    assert all(
+        c.token_ids[:5] == b.token_ids and c.logprobs[:5] == b.logprobs for c, b in zip(whole, begun, strict=True)
+    )
+    prefixes = [(*prompt, *b.token_ids) for prompt, b in zip(PROMPTS, begun, strict=True)]
+    tails = [Completion(c.token_ids[5:], c.logprobs[5:], c.finished) for c in whole]
+    assert gap(other, tuple(prefixes), tails) < 5e-6 < gap(theirs, tuple(prefixes), tails)
 
 
 def test_room_for_tokens_grows(ours: TransformersSampler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl.record import RolloutReader
 from tests.parity.pool import RankError
+from tests.rollout.sampling_server import Vllm, serving
 from tests.trainers.inputs import write_model
 from tests.trainers.runs import run
 from tests.trainers.test_grpo_run import BATCH, REWARDS, SLOW, SPREAD, USUAL, completions, figures
@@ -171,14 +173,33 @@ def test_the_bound_of_one_generation_is_asynchronous_generation(folder: Path, tm
     assert [line["sampling/queue"] for line in lines] == [1] * 6
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
-def test_a_long_queue_keeps_the_bound(ranks: int, folder: Path, tmp_path: Path) -> None:
+QUEUES: list[Any] = [
+    pytest.param((), 1, "grpo", id="grpo"),
+    *(
+        pytest.param(options, ranks, task, id=name, marks=SLOW)
+        for name, options, ranks, task in (
+            ("dp2", SPREAD, 2, "grpo"),
+            ("tp2", ("--tp", 2), 2, "grpo"),
+            ("partial", ("--partial_rollouts", "true", "--max_completion_length", 90), 1, "grpo"),
+            ("partial dp2", ("--partial_rollouts", "true", "--max_completion_length", 90, *SPREAD), 2, "grpo"),
+            ("lora", ("--train_type", "lora", "--lora_rank", 4, "--partial_rollouts", "true"), 1, "grpo"),
+            ("greedy", ("--advantage_estimator", "remax", "--partial_rollouts", "true"), 1, "grpo"),
+            ("ppo", ("--num_generations", 4), 1, "ppo"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "ranks", "task"), QUEUES)
+def test_a_long_queue_keeps_the_bound(
+    more: tuple[object, ...], ranks: int, task: str, folder: Path, tmp_path: Path
+) -> None:
     """Draws by several versions of the weights, on ranks that finish at other times; a restart loses none."""
-    options = ("--max_steps", 8, "--max_staleness", 3, "--save_steps", 3, *(SPREAD if ranks > 1 else ()))
+    options = ("--max_steps", 8, "--max_staleness", 3, "--save_steps", 3, *more)
     saved = ("--save_rollouts", tmp_path / "saved")
-    out = trained(folder, tmp_path / "out", *options, *saved, ranks=ranks)
+    out = trained(folder, tmp_path / "out", *options, *saved, ranks=ranks, task=task)
     step = out / "checkpoints" / "step-3"
-    trained(folder, out, *options, *saved, "--resume_from_checkpoint", str(step), ranks=ranks)
+    trained(folder, out, *options, *saved, "--resume_from_checkpoint", str(step), ranks=ranks, task=task)
     lines = read_lines(out / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, 9)]
     assert all(line["sampling/staleness_max"] <= 3 and line["sampling/queue"] <= 3 for line in lines)
@@ -188,6 +209,58 @@ def test_a_long_queue_keeps_the_bound(ranks: int, folder: Path, tmp_path: Path) 
         assert max(generation["versions"]) <= number <= min(generation["versions"]) + 3
     asked = [row for generation in generations for row in generation["rows"][::4]]
     assert all(sorted(asked[i : i + 12]) == [*range(12)] for i in range(0, len(asked) - 11, 12))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
+def test_completions_go_on_with_new_weights(ranks: int, folder: Path, tmp_path: Path) -> None:
+    """Tokens of one completion by several versions, each with the log-probability of the version that wrote it; the
+    run's own record trains to the same bits."""
+    long = ("--max_completion_length", 300, "--max_length", 400, "--max_steps", 6, "--max_staleness", 4)
+    options = (*long, "--partial_rollouts", "true", *(SPREAD if ranks > 1 else ()))
+    out = trained(folder, tmp_path / "out", *options, "--save_rollouts", tmp_path / "saved", ranks=ranks)
+    lines = read_lines(out / "metrics.jsonl")
+    assert max(line["sampling/mixed_versions"] for line in lines) > 0
+    assert all(line["sampling/staleness_max"] <= 4 for line in lines)
+    mixed = 0
+    for number in range(6):
+        generation = RolloutReader(tmp_path / "saved").read(number)
+        ends = [*accumulate(generation["lengths"], initial=0)]
+        for start, end in pairwise(ends):
+            versions = generation["versions"][start:end]
+            assert versions == sorted(versions) and number - 4 <= versions[0] and versions[-1] <= number
+            mixed += len({*versions}) > 1
+    assert mixed >= 4, "the completions of a prompt at least"
+    again = trained(folder, tmp_path / "again", *options, "--replay_rollouts", tmp_path / "saved", ranks=ranks)
+    assert_same_end(again, out)
+
+
+@SLOW
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_completions_of_a_server_go_on_with_new_weights(ranks: int, folder: Path, tmp_path: Path) -> None:
+    """In requests of 64 tokens; ranks share the server, which gets no weights while any of them waits for an answer."""
+    backend = Vllm(folder / "model")
+    backend.told["/v1/models"] = {"data": [{"id": "served", "max_model_len": 400}]}
+    long = ("--max_completion_length", 150, "--max_length", 200, "--max_steps", 7, "--max_staleness", 3)
+    options = (*long, "--partial_rollouts", "true", *(SPREAD if ranks > 1 else ()))
+    with serving(backend) as url:
+        how = ("--rollout_backend", "vllm_server", "--rollout_server_url", url, "--rollout_batch_size", 4)
+        out = trained(folder, tmp_path / "out", *options, *how, ranks=ranks)
+    lines = read_lines(out / "metrics.jsonl")
+    assert max(line["sampling/mixed_versions"] for line in lines) > 0
+    assert all(line["sampling/staleness_max"] <= 3 for line in lines)
+    assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-4, "on policy, the server's weights are the trainer's"
+    asked = [body for path, body in backend.calls if path == "/v1/completions"]
+    assert {body["max_tokens"] for body in asked} == {64, 150 - 128}
+
+
+@SLOW
+def test_partial_rollouts_need_a_queue(folder: Path, tmp_path: Path) -> None:
+    """Refused before the model is loaded, where no completion can be under way at a sync."""
+    options = ("--num_iterations", 2, "--max_steps", 2, "--max_staleness", 2, "--partial_rollouts", "true")
+    with pytest.raises(RankError) as error:
+        trained(folder, tmp_path / "out", *options, *SPREAD, ranks=2)
+    assert "a generation takes 2 steps" in str(error.value) and "exit status 2" in str(error.value)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 SOME = """def long(completions, **_):

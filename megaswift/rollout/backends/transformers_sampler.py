@@ -6,7 +6,7 @@ is in `decoding`. Adapters are PEFT layers loaded from the PEFT folder that the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -145,6 +145,22 @@ class TransformersSampler:
         """Decodes batches of prompts of similar length."""
         return self._generate(prompts, None, sampling, seeds)
 
+    def extend(
+        self,
+        prompts: Sequence[Sequence[int]],
+        begun: Sequence[Completion],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        stop: Callable[[], bool],
+    ) -> list[Completion]:
+        """Decodes batches of similar length, until they end or `stop` is true."""
+        written = [(*prompt, *one.token_ids) for prompt, one in zip(prompts, begun, strict=True)]
+        more = self._generate(written, None, sampling, seeds, [len(one.token_ids) for one in begun], stop)
+        return [
+            Completion(old.token_ids + new.token_ids, old.logprobs + new.logprobs, new.finished, versions=old.versions)
+            for old, new in zip(begun, more, strict=True)
+        ]
+
     def generate_with_images(
         self, prompts: Sequence[Sequence[int]], images: BatchImages, sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
@@ -157,6 +173,8 @@ class TransformersSampler:
         images: BatchImages | None,
         sampling: SamplingParams,
         seeds: Sequence[int],
+        begun: Sequence[int] | None = None,
+        stop: Callable[[], bool] = bool,
     ) -> list[Completion]:
         assert self.ready, "update_weights or update_adapter comes before generate, and again after sleep"
         assert len(prompts) == len(seeds) and all(len(p) for p in prompts) and sampling.max_tokens > 0
@@ -172,7 +190,11 @@ class TransformersSampler:
                     some = None if images is None else replace(images, of=[images.of[i] for i in batch])
                     rows = [unpadded[i] for i in batch]
                     drawn = [seeds[i] for i in batch]
-                    done = decode_batch(self.model, rows, sampling, drawn, some)
+                    if stop():
+                        completions |= dict.fromkeys(batch, Completion((), (), False))
+                        continue
+                    before = None if begun is None else [begun[i] for i in batch]
+                    done = decode_batch(self.model, rows, sampling, drawn, some, before, stop)
                     completions |= dict(zip(batch, done, strict=True))
         except torch.OutOfMemoryError as error:
             raise UserError(

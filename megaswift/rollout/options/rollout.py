@@ -108,6 +108,12 @@ class RolloutConfig:
         tasks=RL,
         metavar="S",
     )
+    partial_rollouts: bool = option(
+        False,
+        "Send new weights within completions, which go on from their prefixes",
+        tasks=RL,
+        only_with={"rollout_backend": ("transformers", *SERVERS)},
+    )
     save_rollouts: str | None = option(
         None, "Folder for the tokens, rewards and seeds of every generation", tasks=RL, metavar="DIR"
     )

@@ -72,6 +72,9 @@ def vision_rollout_problems(rollout: RolloutConfig, rewards: RewardConfig) -> li
     if rollout.environment is not None:
         rule = f"conversations with {model} have one turn"
         problems.append(Problem(f"--environment {rollout.environment}", rule, "leave it out, and use --reward_funcs"))
+    if rollout.partial_rollouts:
+        rule = f"is not supported with {model}"
+        problems.append(Problem("--partial_rollouts true", rule, "leave it out"))
     for folder in rewards.reward_model:
         rule = f"reads only text, but prompts of {model} may have images"
         problems.append(Problem(f"--reward_model {folder}", rule, "use --reward_funcs, which get the images' paths"))

@@ -17,7 +17,7 @@ class QueuedDraw:
 
     number: int
     version: int
-    """Optimizer steps of the weights that sample it."""
+    """Optimizer steps of the weights that write its first tokens."""
     finished: bool = False
 
 
@@ -29,13 +29,15 @@ class DrawQueue:
     """The largest staleness, in optimizer steps; 0: a draw begins when the trainer needs it."""
     steps: int
     """Optimizer steps on a generation."""
+    interrupts: bool = False
+    """Whether the sampler takes weights within a draw, and goes on with them."""
     draws: list[QueuedDraw] = field(default_factory=list)
-    version: int | None = None
-    """Optimizer steps of the weights that the sampler has; None: unknown, or it has none."""
+    version: int = -1
+    """Optimizer steps of the weights that the sampler has; -1: it has none."""
 
     @property
     def writing(self) -> bool:
-        """Whether the sampler is at work, and so cannot take other weights."""
+        """Whether the sampler is at work."""
         return not all(draw.finished for draw in self.draws)
 
     def room(self, step: int, due: int) -> int:
@@ -50,14 +52,18 @@ class DrawQueue:
         longest = self.most - (due - step)
         return 0 if longest < 0 else max(0, longest // self.steps + 1 - len(self.draws))
 
+    def refreshes(self, step: int, due: int) -> bool:
+        """Return whether the draws under way go on with the weights of `step`: where a generation begins."""
+        return self.interrupts and self.writing and self.version != step and due - step == self.steps
+
     def synchronized(self, step: int) -> None:
         """Note that the sampler has the weights of `step`."""
-        assert not self.writing, "the sampler is writing with other weights"
+        assert self.interrupts or not self.writing, "the sampler is writing with other weights"
         self.version = step
 
     def begun(self, number: int) -> None:
         """Note a draw that begins with the sampler's weights."""
-        assert self.version is not None, "the sampler has no weights"
+        assert self.version >= 0, "the sampler has no weights"
         self.draws.append(QueuedDraw(number, self.version))
 
     def finished(self, numbers: Sequence[int]) -> None:

@@ -16,7 +16,14 @@ from megaswift.data.prompts.images import PromptImageReader
 from megaswift.data.prompts.source import Prompt
 from megaswift.engine.protocol import Engine
 from megaswift.parallel.layout import Coordinates, Layout
-from megaswift.rollout.sampler import BatchImages, Completion, ImageSampler, Sampler, SamplingParams
+from megaswift.rollout.sampler import (
+    BatchImages,
+    Completion,
+    ImageSampler,
+    InterruptibleSampler,
+    Sampler,
+    SamplingParams,
+)
 from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
 
@@ -125,20 +132,48 @@ class CompletionGenerator:
         greedy; 0: none. Collective."""
         return self.gather(lambda: self.write_share(prompts, generation, greedy_every))
 
-    def write_share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
-        """Write this rank's completions. Not collective."""
+    def write_share(
+        self,
+        prompts: Sequence[Prompt],
+        generation: int,
+        greedy_every: int = 0,
+        begun: Sequence[Completion] = (),
+        stop: Callable[[], bool] | None = None,
+    ) -> list[Completion]:
+        """Write this rank's completions. Not collective.
+
+        Args:
+            prompts: Of all ranks.
+            generation: Makes the seeds, with the number of a completion.
+            greedy_every: Every so many-th completion is greedy; 0: none.
+            begun: What an earlier call has written of this rank's completions; empty: nothing.
+            stop: Once it is true, unfinished completions are returned as they are; None: all are finished.
+        """
         mine = self.sampled_completions(len(prompts))
         drawn = completion_seeds(self.seed, generation, len(prompts))
         if self.sampler is None or not mine:
             return []
-        greedy = [i for i in mine if greedy_every and (i + 1) % greedy_every == 0]
-        sampled = sorted({*mine} - {*greedy})
-        completions: dict[int, Completion] = {}
+        completions = dict(zip(mine, begun or [Completion((), (), False)] * len(mine), strict=True))
+        unfinished = [i for i in mine if not self.is_complete(completions[i])]
+        greedy = [i for i in unfinished if greedy_every and (i + 1) % greedy_every == 0]
+        sampled = sorted({*unfinished} - {*greedy})
         for rows, sampling in ((sampled, self.sampling), (greedy, replace(self.sampling, temperature=0.0))):
             if rows:
-                drafts = self.complete(self.sampler, [prompts[i] for i in rows], sampling, [drawn[i] for i in rows])
+                asked = [prompts[i] for i in rows]
+                row_seeds = [drawn[i] for i in rows]
+                if stop is None:
+                    drafts = self.complete(self.sampler, asked, sampling, row_seeds)
+                else:
+                    assert isinstance(self.sampler, InterruptibleSampler), "rules let only these backends through"
+                    tokens = [prompt.token_ids for prompt in asked]
+                    some = [completions[i] for i in rows]
+                    drafts = self.sampler.extend(tokens, some, sampling, row_seeds, stop)
                 completions |= dict(zip(rows, drafts, strict=True))
         return [completions[i] for i in mine]
+
+    def is_complete(self, completion: Completion) -> bool:
+        """Return whether a completion has ended, at a stop token or at the largest length."""
+        return completion.finished or len(completion.token_ids) >= self.sampling.max_tokens
 
     def complete(
         self, sampler: Sampler, prompts: Sequence[Prompt], sampling: SamplingParams, row_seeds: Sequence[int]

@@ -67,13 +67,14 @@ def _agents(sessions: Sequence[MultiTurnCompletion]) -> dict[str, float]:
 
 
 def staleness_metrics(completions: Sequence[Completion], step: int) -> dict[str, float]:
-    """Measure how many optimizer steps older than the weights of `step` those are that wrote the tokens: the mean over
-    tokens, and the largest."""
+    """Measure how many optimizer steps older than the weights of `step` those are that wrote the tokens (the mean over
+    tokens, and the largest), and the share of completions by several versions of the weights."""
     ages = [(step - version, tokens) for c in completions for version, tokens in c.versions if tokens]
     total = sum(tokens for _, tokens in ages)
     return {
         "sampling/staleness": sum(age * tokens for age, tokens in ages) / max(total, 1),
         "sampling/staleness_max": float(max((age for age, _ in ages), default=0)),
+        "sampling/mixed_versions": sum(len(c.versions) > 1 for c in completions) / max(len(completions), 1),
     }
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from threading import Event
 from typing import Any
 
 from megaswift import distributed
@@ -77,9 +78,11 @@ class Draw:
     """The position of the prompts before these were taken."""
     prompts: list[Prompt]
     share: Callable[[], list[Completion]]
-    """Returns this rank's completions: computes them, or waits for the thread that does."""
+    """Returns this rank's completions: computes them, or waits for a thread that does."""
     present: Callable[[], bool]
     """Whether `share` would return at once."""
+    written: list[Completion] = field(default_factory=list)
+    """This rank's completions, as far as they were written when the sampler was last interrupted."""
     completions: list[Completion] | None = None
     """Those of all ranks, once they are gathered."""
 
@@ -101,9 +104,16 @@ class CompletionSamplingScheduler:
     """Parts of the trainer that leave the device during a draw: `optimizer`, `model`."""
     critic: Engine | None = None
     """The critic of `ppo`."""
+    at_once: int = 1
+    """Draws that the sampler may write at the same time in the background."""
     under_way: dict[int, Draw] = field(default_factory=dict)
     """The draws in the queue, by their numbers."""
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "sampler"))
+    _stop: Event = field(default_factory=Event)
+    """Set while the sampler is interrupted."""
+    _threads: ThreadPoolExecutor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._threads = ThreadPoolExecutor(self.at_once, "sampler")
 
     def draw(self, number: int, step: int, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
         """Return the prompts, each once for each completion, and the completions of draw `number`, the next one of the
@@ -124,7 +134,7 @@ class CompletionSamplingScheduler:
 
     def begin_ahead(self, number: int, step: int, due: int, timed: Timed) -> None:
         """Begin in the background as many draws as the bound on staleness permits. The sampler gets the present weights
-        first, unless it is writing with earlier ones: then no draw begins. Collective.
+        first, unless it is writing with earlier ones and cannot be interrupted: then no draw begins. Collective.
 
         Args:
             number: The number of the next draw that is trained on.
@@ -132,30 +142,57 @@ class CompletionSamplingScheduler:
             due: Optimizer steps taken when the next generation begins.
         """
         count = self.queue.room(step, due)
-        if not count:
+        if not count and not self.queue.refreshes(step, due):
             return
         if self.queue.writing:
             self.gather(self.arrived())
-        if self.queue.writing:
+        if self.queue.writing and not self.queue.interrupts:
             return
-        if self.queue.version != step:
-            with timed("weight sync"):
+        if self.queue.version != step and (count or self.queue.writing):
+            with timed("weight sync"), self.interrupted():
                 self.generation.synchronize()
-            self.queue.synchronized(step)
+                self.queue.synchronized(step)
         for _ in range(count):
             self.begin(number + len(self.queue.draws), background=True)
 
     def begin(self, number: int, background: bool) -> None:
         """Take prompts, and begin to sample their completions with the weights that the sampler has."""
         before = self.prompts.state_dict()
-        prompts = self.take_prompts()
-        share = partial(self.generation.write_share, prompts, number, self.greedy_every)
-        if background:
-            future = self._thread.submit(share)
-            self.under_way[number] = Draw(before, prompts, future.result, future.done)
-        else:
-            self.under_way[number] = Draw(before, prompts, share, lambda: True)
+        draw = Draw(before, self.take_prompts(), lambda: [], lambda: True)
+        self.under_way[number] = draw
         self.queue.begun(number)
+        if background:
+            self.submit(number, draw)
+        else:
+            draw.share = partial(self.write, number, draw, self.queue.version)
+
+    def submit(self, number: int, draw: Draw) -> None:
+        """Let a thread write what is missing of this rank's share, with the weights that the sampler has."""
+        future = self._threads.submit(partial(self.write, number, draw, self.queue.version))
+        draw.share = future.result
+        draw.present = future.done
+
+    def write(self, number: int, draw: Draw, version: int) -> list[Completion]:
+        """Write what is missing of this rank's share with the weights of `version`."""
+        stop = self._stop.is_set if self.queue.interrupts else None
+        written = self.generation.write_share(draw.prompts, number, self.greedy_every, draw.written, stop)
+        draw.written = [with_version(completion, version) for completion in written]
+        return draw.written
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Stop the sampler for the length of the block; the draws under way then go on from what is written.
+        Collective."""
+        missing = [number for number, draw in self.under_way.items() if not draw.present()]
+        self._stop.set()
+        for number in missing:
+            self.under_way[number].share()
+        self._stop.clear()
+        if self.queue.writing:
+            distributed.barrier()  # ranks may share servers, which get the weights from one of them
+        yield
+        for number in missing:
+            self.submit(number, self.under_way[number])
 
     def arrived(self) -> list[int]:
         """Return the draws that every rank has sampled its share of. Collective."""
@@ -167,8 +204,7 @@ class CompletionSamplingScheduler:
         for queued in self.queue.draws:
             draw = self.under_way[queued.number]
             if queued.number in numbers and draw.completions is None:
-                written = self.generation.gather(draw.share)
-                draw.completions = [replace(c, versions=((queued.version, len(c.token_ids)),)) for c in written]
+                draw.completions = self.generation.gather(draw.share)
         self.queue.finished(numbers)
 
     def settle(self) -> None:
@@ -231,7 +267,7 @@ class CompletionSamplingScheduler:
         self.settle()
         self.under_way = {}
         self.queue.draws = []
-        self.queue.version = None
+        self.queue.version = -1
         self.prompts.load_state_dict(state["before"])
         for place, saved in enumerate(state["draws"]):
             before = self.prompts.state_dict()
@@ -241,12 +277,19 @@ class CompletionSamplingScheduler:
             if len(completions) != len(prompts) or age > self.queue.most:
                 self.prompts.load_state_dict(before)
                 break
-            self.under_way[saved["number"]] = Draw(before, prompts, lambda: [], lambda: True, completions)
+            restored = Draw(before, prompts, lambda: [], lambda: True, completions=completions)
+            self.under_way[saved["number"]] = restored
             self.queue.draws.append(QueuedDraw(saved["number"], saved["version"], finished=True))
 
     def close(self) -> None:
-        """Stop the background thread, after the draw that is under way."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Stop the background threads, after the draws that they write."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def with_version(completion: Completion, version: int) -> Completion:
+    """Return the completion with `version` as that of the tokens which have none yet."""
+    new = len(completion.token_ids) - sum(tokens for _, tokens in completion.versions)
+    return replace(completion, versions=(*completion.versions, (version, new))) if new else completion
 
 
 def completion_from_dict(state: Mapping[str, Any]) -> Completion:

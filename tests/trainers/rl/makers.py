@@ -140,7 +140,9 @@ class Samples:
             drafts[greedy_every - 1 :: greedy_every] = [Completion((7,), (0.0,), True)] * (len(prompts) // greedy_every)
         return drafts
 
-    def write_share(self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0) -> list[Completion]:
+    def write_share(
+        self, prompts: Sequence[Prompt], generation: int, greedy_every: int = 0, *_: object
+    ) -> list[Completion]:
         """The same, in a thread."""
         self.until()
         return self.write(prompts, generation, greedy_every)

@@ -23,6 +23,8 @@ from tests.trainers.rl.makers import Prompts
 
 SCHEDULES = 10_000
 PROMPTS = 64
+TOKENS = 4
+"""Of a completion."""
 
 
 class EngineFailedError(Exception):
@@ -30,30 +32,48 @@ class EngineFailedError(Exception):
 
 
 class Share:
-    """A rank's share of a draw, in the place of a future."""
+    """A rank's share of a draw, in the place of a future. A sampler that is interrupted has written what its time was
+    enough for."""
 
-    def __init__(self, world: World, completions: list[Completion]) -> None:
+    def __init__(self, world: World, work: Callable[[], list[Completion]]) -> None:
         self.world = world
-        self.completions = completions
-        world.free = max(world.free, world.clock) + world.seconds()
+        self.work = work
+        self.weights = world.weights
+        self.begin = max(world.free, world.clock)
+        # how long it will take: written for no time, to see what is missing
+        world.window, world.writing_weights = 0, self.weights
+        missing = max(TOKENS - len(completion.token_ids) for completion in world.peek(work))
+        self.pace = world.seconds() / TOKENS
+        world.free = self.begin + missing * self.pace
         self.end = world.free
+        self.written: list[Completion] | None = None
 
     def done(self) -> bool:
         """Whether its time has come."""
-        return self.world.clock >= self.end
+        return self.written is not None or self.world.clock >= self.end
 
     def result(self) -> list[Completion]:
-        """Wait for it."""
-        self.world.clock = max(self.world.clock, self.end)
-        return self.completions
+        """Wait for it, or stop it."""
+        world = self.world
+        if self.written is None:
+            if world.stopped and world.clock < self.end:
+                world.window = max(0, int((world.clock - self.begin) / self.pace))
+                world.free = world.clock
+            else:
+                world.clock = max(world.clock, self.end)
+                world.window = TOKENS
+            world.writing_weights = self.weights
+            self.written = self.work()
+        return self.written
 
 
 class World:
-    """A trainer, one sampler and their clock; in the place of `CompletionGenerator` and of the thread."""
+    """A trainer, one sampler and their clock; in the place of `CompletionGenerator`, the thread and the event."""
 
-    def __init__(self, chance: random.Random, failing: float) -> None:
+    def __init__(self, chance: random.Random, failing: float, interrupts: bool) -> None:
         self.chance = chance
         self.failing = failing
+        self.interrupts = interrupts
         self.tail = chance.choice([0.0, 0.3, 1.5])
         self.usual = chance.choice([0.1, 0.8, 1.0, 3.0])
         self.late = chance.choice([0.0, 0.5])
@@ -67,8 +87,23 @@ class World:
         """Forget what a sampler holds in memory."""
         self.free = self.clock
         self.weights = -1
+        self.stopped = False
+        self.window = TOKENS
+        self.writing_weights = -1
         self.sampler = None
         self.engine = self
+
+    def set(self) -> None:
+        """The sampler is stopped."""
+        self.stopped = True
+
+    def clear(self) -> None:
+        """It may go on."""
+        self.stopped = False
+
+    def is_set(self) -> bool:
+        """Whether it is stopped."""
+        return self.stopped
 
     def seconds(self) -> float:
         """How long a draw takes; a step takes about one second."""
@@ -76,22 +111,43 @@ class World:
 
     def submit(self, work: Callable[[], list[Completion]]) -> Share:
         """Start a share behind those that are under way, with the weights that the sampler has."""
-        return Share(self, work())
+        return Share(self, work)
+
+    @staticmethod
+    def peek(work: Any) -> list[Completion]:
+        """What of a share is written before it begins."""
+        _, draw, _ = work.args
+        return draw.written or [Completion((), (), False)]
 
     def synchronize(self) -> None:
-        """Give the sampler the trainer's weights, while it is idle."""
-        assert self.clock >= self.free, "weights change under a draw"
+        """Give the sampler the trainer's weights, while it is idle or stopped."""
+        assert self.stopped or self.clock >= self.free, "weights change under a draw"
         self.weights = self.step
 
-    def write_share(self, prompts: Sequence[Prompt], number: int, greedy_every: int = 0) -> list[Completion]:
-        """One token for each prompt: the draw's number; its log-probability is the version of the weights."""
-        return [Completion((number,), (float(self.weights),), True) for _ in prompts]
+    def write_share(
+        self,
+        prompts: Sequence[Prompt],
+        number: int,
+        greedy_every: int = 0,
+        begun: Sequence[Completion] = (),
+        stop: Callable[[], bool] | None = None,
+    ) -> list[Completion]:
+        """Up to four tokens for each prompt, the draw's number; log-probabilities are the version of the weights."""
+        assert (stop is not None) == self.interrupts
+        written = []
+        for completion in begun or [Completion((), (), False)] * len(prompts):
+            more = min(self.window, TOKENS - len(completion.token_ids))
+            tokens = completion.token_ids + (number,) * more
+            logprobs = completion.logprobs + (float(self.writing_weights),) * more
+            written.append(Completion(tokens, logprobs, len(tokens) == TOKENS, versions=completion.versions))
+        return written
 
     def gather(self, work: Callable[[], list[Completion]]) -> list[Completion]:
         """There is no other rank. A draw in the trainer's own time has the sampler for itself."""
         if not isinstance(getattr(work, "__self__", None), Share):
             assert self.clock >= self.free, "a draw beside another one"
             self.clock += self.seconds()
+            self.window, self.writing_weights = TOKENS, self.weights
         if self.chance.random() < self.failing:
             raise EngineFailedError
         return work()
@@ -106,8 +162,13 @@ def scheduler(world: World, most: int, steps: int) -> CompletionSamplingSchedule
     prompts: Any = Prompts()
     samples: Any = world
     made = CompletionSamplingScheduler(
-        PromptSource(prompts, 2, EpochOrder(PROMPTS, False, 0)), samples, 1, DrawQueue(most, steps), _thread=samples
+        PromptSource(prompts, 2, EpochOrder(PROMPTS, False, 0)),
+        samples,
+        1,
+        DrawQueue(most, steps, world.interrupts),
+        _stop=samples,
     )
+    made._threads = samples
     return made
 
 
@@ -124,9 +185,10 @@ class Trainer:
         self.steps = self.chance.choice([1, 1, 2, 4])
         self.most = self.chance.choice([0, 1, 2, 3, 4, 5, 8, 12])
         self.tries = self.chance.choice([1, 1, 3])
-        self.world = World(self.chance, self.chance.choice([0.0, 0.0, 0.05]))
-        self.trained: list[tuple[int, int]] = []
-        """(draw, its age in optimizer steps) of everything that was trained on, with no step undone."""
+        self.world = World(self.chance, self.chance.choice([0.0, 0.0, 0.05]), self.chance.random() < 0.5)
+        self.trained: list[tuple[int, int, int]] = []
+        """(draw, the ages of its oldest and its newest token in optimizer steps) of everything that was trained on,
+        with no step undone."""
         self.prompts: list[int] = []
         self.made = scheduler(self.world, self.most, self.steps)
         self.number = 0
@@ -151,7 +213,7 @@ class Trainer:
         saved = self.saved
         self.made = scheduler(self.world, self.most, self.steps)
         self.number, self.used, self.world.step = saved["number"], saved["used"], saved["step"]
-        self.trained = [tuple(pair) for pair in saved["trained"]]
+        self.trained = [tuple(draw) for draw in saved["trained"]]
         self.prompts = [*saved["prompts"]]
         self.made.load_state_dict(saved["queue"], self.due)
 
@@ -160,10 +222,11 @@ class Trainer:
         for _ in range(self.chance.randint(1, self.tries)):
             prompts, completions = self.made.draw(self.number, self.world.step, timed)
             for completion in completions:
-                (version,) = {version for version, _ in completion.versions}
-                assert completion.logprobs == (float(version),), "stamped with other weights than it was sampled by"
-                assert completion.token_ids == (self.number,)
-            self.trained.append((self.number, self.world.step - int(completions[0].logprobs[0])))
+                versions = [float(version) for version, tokens in completion.versions for _ in range(tokens)]
+                assert [*completion.logprobs] == versions, "stamped with other weights than it was sampled by"
+                assert completion.token_ids == (self.number,) * TOKENS and completion.finished
+            sampled = completions[0].logprobs
+            self.trained.append((self.number, *(self.world.step - int(v) for v in (sampled[0], sampled[-1]))))
             self.prompts += [prompt.number for prompt in prompts]
             self.number += 1
 
@@ -195,15 +258,17 @@ class Trainer:
 def test_no_schedule_breaks_the_bound(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token older than `max_staleness` is trained on, every prompt is trained on once and in order, and every run
     ends: 10,000 schedules with other lengths, speeds, late ranks, saves, restarts and failures."""
-    older = ahead = 0
+    older = ahead = mixed = 0
     for seed in range(part * SCHEDULES // 4, (part + 1) * SCHEDULES // 4):
         trainer = Trainer(seed)
         monkeypatch.setattr(distributed, "all_max", trainer.world.all_max)
         trainer.run(24)
-        ages = [age for _, age in trainer.trained]
-        assert all(0 <= age <= trainer.most for age in ages), seed
-        assert [number for number, _ in trainer.trained] == [*range(len(ages))], seed
+        ages = [age for _, age, _ in trainer.trained]
+        assert all(0 <= newest <= age <= trainer.most for _, age, newest in trainer.trained), seed
+        assert [number for number, _, _ in trainer.trained] == [*range(len(ages))], seed
         assert trainer.prompts == [i % PROMPTS for i in range(2 * len(ages))], seed
         older += trainer.most > 0 and max(ages) == trainer.most
         ahead += any(ages)
+        mixed += any(newest < age for _, age, newest in trainer.trained)
     assert older > SCHEDULES // 16 and ahead > SCHEDULES // 8, "most of them sample ahead, many at the bound"
+    assert mixed > SCHEDULES // 40, "completions are interrupted"

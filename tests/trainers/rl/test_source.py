@@ -6,8 +6,10 @@ Covers: megaswift/trainers/rl/scheduler.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,8 +151,24 @@ def queued(most: int) -> RolloutSource:
     """A source with a queue of several generations, of a sampler that is never late."""
     made = source(max_staleness=most, **FOUR)
     thread: Any = AtOnce()
-    made.parts.scheduler._thread = thread
+    made.parts.scheduler._threads = thread
     return made
+
+
+def test_draws_are_written_side_by_side() -> None:
+    """By a sampler that writes two at a time: each waits until the other is under way. The order of use is the same."""
+    made, plain = source(max_staleness=8, **FOUR), source(**FOUR)
+    made.parts.scheduler._threads = ThreadPoolExecutor(2)
+    samples: Any = made.parts.scheduler.generation
+    both, calls = threading.Barrier(2), itertools.count()
+    samples.until = lambda: next(calls) in (1, 2) and both.wait(30)
+    for _ in range(12):
+        made.next()
+        plain.next()
+        assert [r.prompt.number for r, _ in made.fresh] == [r.prompt.number for r, _ in plain.fresh]
+        assert [r.completion.token_ids for r, _ in made.fresh] == [r.completion.token_ids for r, _ in plain.fresh]
+    made.parts.scheduler.settle()
+    assert next(calls) > 3 and not both.broken
 
 
 @pytest.mark.parametrize("taken", [1, 3, 4, 6, 8, 9])

@@ -28,7 +28,13 @@ from megaswift.rewards.scoring import BuiltInRewardParameters
 from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.run import policy_task
-from megaswift.run.policy_task import reward_functions_of, reward_weights_of, rl_settings, sampler_options
+from megaswift.run.policy_task import (
+    draws_at_once,
+    reward_functions_of,
+    reward_weights_of,
+    rl_settings,
+    sampler_options,
+)
 from megaswift.run.tasks import TASKS
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl import sampler
@@ -360,6 +366,22 @@ def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
     assert talk.make() is not talk.make() and policy_task.build_multi_turn(run(), TOKENIZER) is None
 
 
+@pytest.mark.parametrize(
+    ("options", "draws"),
+    [
+        ({}, 1),
+        ({"rollout_backend": "vllm_server"}, 1),
+        ({"max_staleness": 8}, 1),
+        ({"max_staleness": 8, "rollout_backend": "vllm_server"}, 5),
+        ({"async_generation": True, "rollout_backend": "sglang"}, 2),
+        ({"max_staleness": 8, "rollout_backend": "sglang", "environment": "e.py:E"}, 1),
+    ],
+)
+def test_servers_write_several_draws_at_a_time(options: Options, draws: int) -> None:
+    cfg = run(num_iterations=2, **options)
+    assert draws_at_once(cfg.rollout, rl_settings(cfg, 1)) == draws
+
+
 @pytest.mark.parametrize(("most", "lines"), [(None, 8), (3, 3)])
 def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path: Path) -> None:
     made = source()
@@ -374,6 +396,7 @@ def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path:
 ELSEWHERE = {
     "async_generation": "test_policy_run",
     "max_staleness": "test_policy_run",
+    "partial_rollouts": "test_policy_run",
     "save_rollouts": "test_rollout_record",
     "replay_rollouts": "test_rollout_record",
     "environment": "test_policy_run",

@@ -271,6 +271,18 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "leave out one of the two",
     ),
     ConflictingOptions(
+        ("partial_rollouts", "max_staleness"),
+        lambda c: c.rollout.partial_rollouts and not c.rollout.max_staleness,
+        "has no effect without max_staleness: no completion is under way when weights are sent",
+        "--max_staleness 4",
+    ),
+    ConflictingOptions(
+        ("partial_rollouts", "environment"),
+        lambda c: c.rollout.partial_rollouts and c.rollout.environment is not None,
+        "is not supported with an environment, whose turns cannot be interrupted",
+        "leave out --partial_rollouts",
+    ),
+    ConflictingOptions(
         ("save_rollouts", "replay_rollouts"),
         lambda c: c.rollout.save_rollouts is not None and c.rollout.replay_rollouts is not None,
         "is not supported with replay_rollouts, whose folder has these generations",

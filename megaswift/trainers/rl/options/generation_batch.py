@@ -45,7 +45,14 @@ def generation_batch_plan(c: Sections, dp: int) -> GenerationBatchPlan:
         raise ConfigError(problems)
     total = _completions(c, plan.global_batch_size, plan.per_device * dp)
     group = generations_per_prompt_of(c)
-    return GenerationBatchPlan(total, total // group, group, total // plan.global_batch_size, c.rl.num_iterations)
+    generation = GenerationBatchPlan(total, total // group, group, total // plan.global_batch_size, c.rl.num_iterations)
+    if c.rollout.partial_rollouts and c.rollout.max_staleness <= generation.steps:
+        rule = (
+            f"has no effect with max_staleness {c.rollout.max_staleness}: a generation takes {generation.steps} steps, "
+        )
+        rule += "so no completion is under way when weights are sent"
+        raise ConfigError(Problem("--partial_rollouts true", rule, f"--max_staleness {2 * generation.steps}"))
+    return generation
 
 
 BATCH_OPTIONS = (

@@ -155,6 +155,8 @@ CLASHING = [
     ),
     ("async_generation", "--async_generation --offload_model"),
     ("async_generation", "--async_generation --max_staleness 2"),
+    ("partial_rollouts", "--partial_rollouts"),
+    ("partial_rollouts", "--partial_rollouts --max_staleness 2 --environment e.py:E"),
     ("save_rollouts", "--save_rollouts d --replay_rollouts d"),
     ("replay_rollouts", "--replay_rollouts d --val_dataset v.jsonl"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --environment e.py:E"),

@@ -128,3 +128,11 @@ def test_other_tasks_have_no_generations() -> None:
     assert SwiftConfig(task="sft", gbs=3).train.global_batch_size == 3
     with pytest.raises(ConfigError, match="gbs=3: is not a multiple of num_generations 8"):
         SwiftConfig(task="grpo", gbs=3)
+
+
+def test_partial_rollouts_take_more_than_a_generation() -> None:
+    """Otherwise no draw is under way at a sync: the next generation waits for the only one."""
+    options = {"task": "grpo", "global_batch_size": 8, "num_iterations": 2, "partial_rollouts": True}
+    assert generation_batch_plan(SwiftConfig(max_staleness=3, **options), 1).steps == 2
+    with pytest.raises(ConfigError, match="a generation takes 2 steps"):
+        generation_batch_plan(SwiftConfig(max_staleness=2, **options), 1)

@@ -1,0 +1,135 @@
+"""How long a trainer waits for a sampler, compared with what the schedule of draws makes unavoidable.
+
+Covers: megaswift/trainers/rl/scheduler.py, megaswift/trainers/rl/source.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from megaswift import distributed
+from megaswift.rollout.server_client import SamplingServer
+from tests.loopback_http import serve_loopback
+from tests.trainers.rl import test_draw_queue
+from tests.trainers.rl.makers import source
+from tests.trainers.rl.test_draw_queue import World, scheduler, timed
+
+
+def least_idle_share(seconds: Sequence[float], steps: Sequence[float], most: int) -> float:
+    """The share of its time that a trainer waits at least, with one step on each generation.
+
+    The sampler draws one generation after the other, in `seconds` each; a step takes `steps`. Draw g begins when draw
+    g - 1 has ended, and not before the weights exist that are `most` steps old at step g.
+    """
+    begins: list[float] = []
+    ended = 0.0
+    for number, needed in enumerate(seconds):
+        free = begins[-1] + steps[number - 1] if begins else 0.0
+        weights = free if not most else begins[number - most] if number >= most else 0.0
+        ended = max(ended, weights) + needed
+        begins.append(max(ended, free))
+    return 1 - sum(steps) / (begins[-1] + steps[-1])
+
+
+class Known(World):
+    """A sampler whose draws take known times."""
+
+    def __init__(self, seconds: Sequence[float], interrupts: bool) -> None:
+        super().__init__(random.Random(0), 0.0, interrupts)
+        self.late = 0.0
+        self.known = seconds
+        self.number = 0
+
+    def submit(self, work: Any) -> Any:
+        """The time of the draw's number."""
+        self.number = work.args[0]
+        return super().submit(work)
+
+    def gather(self, work: Any) -> Any:
+        """The same, for a draw in the trainer's own time."""
+        self.number = getattr(work, "args", [self.number])[0]
+        return super().gather(work)
+
+    def seconds(self) -> float:
+        """Draws that no generation takes last for no time."""
+        return self.known[self.number] if self.number < len(self.known) else 1e-9
+
+
+def idle_share(seconds: Sequence[float], most: int, interrupts: bool) -> float:
+    """Of a trainer whose step takes one second, in virtual time."""
+    world = Known(seconds, interrupts)
+    made = scheduler(world, most, 1)
+    waited = 0.0
+    for number in range(len(seconds)):
+        asked = world.clock
+        made.draw(number, number, timed)
+        waited += world.clock - asked
+        made.begin_ahead(number + 1, number, number + 1, timed)
+        world.clock += 1
+        world.step += 1
+    return waited / world.clock
+
+
+@pytest.mark.parametrize(("most", "interrupts"), [(0, False), (1, False), (2, True), (3, True), (8, True)])
+def test_the_trainer_waits_no_longer_than_it_must(most: int, interrupts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a tenth of the least share, or half a percent of the time: draws that are shorter and longer than steps,
+    equal and very unequal ones. A queue of more than a generation is kept busy by partial rollouts."""
+    monkeypatch.setattr(distributed, "all_max", lambda values: [float(value) for value in values])
+    monkeypatch.setattr(test_draw_queue, "TOKENS", 1000)
+    for mean, spread in itertools.product((0.5, 0.8, 0.95, 1.2, 2.0), (0.0, 0.3, 0.8, 1.5)):
+        chance = random.Random(1)
+        seconds = [mean * chance.lognormvariate(-spread * spread / 2, spread) for _ in range(200)]
+        least = least_idle_share(seconds, [1.0] * 200, most)
+        found = idle_share(seconds, most, interrupts)
+        assert least - 1e-6 <= found <= 1.1 * least + 0.005, (mean, spread, least, found)
+
+
+def test_a_server_that_answers_late() -> None:
+    """Threads, HTTP and a real clock: the server sleeps by a known schedule, the trainer for 0.2 s a step. The least
+    share is that of the times which answers and steps then took."""
+    chance = random.Random(3)
+    schedule = iter([0.2 * chance.choice([0.5, 1.0, 2.5]) for _ in range(14)])
+    answers: list[float] = []
+    steps: list[float] = []
+    waits: list[float] = []
+
+    class Late(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(next(schedule, 0.0))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    def asked() -> None:
+        began = time.perf_counter()
+        server.post("/v1/completions")
+        answers.append(time.perf_counter() - began)
+
+    with serve_loopback(Late) as url:
+        server = SamplingServer(url, 30, "vLLM", "vllm serve")
+        made = source(max_staleness=1)
+        samples: Any = made.parts.scheduler.generation
+        samples.until = asked
+        made.next()  # what a process does once
+        (first,) = made.parts.scheduler.under_way.values()
+        first.share()
+        for _ in range(12):
+            began = time.perf_counter()
+            made.next()
+            time.sleep(0.2)
+            waits.append(made.seconds["generation"])
+            steps.append(time.perf_counter() - began - waits[-1])
+        made.parts.scheduler.settle()
+    least = least_idle_share([0.0, *answers[2:13]], steps, 1)
+    found = sum(waits) / (sum(waits) + sum(steps))
+    assert least > 0.1 and abs(found - least) <= 0.1 * least, (least, found)
