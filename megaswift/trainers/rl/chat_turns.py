@@ -20,8 +20,8 @@ from megaswift.data.untokenized_sample import RowError, UntokenizedSample
 from megaswift.errors import UserError
 from megaswift.trainers.rl.environment import Message
 
-LONG = 16
-"""Characters of a content that is not by chance in a text."""
+FRAMES = 32
+"""Frames that are kept."""
 
 
 class OmittedError(ValueError):
@@ -69,6 +69,8 @@ class ChatTurns:
         self.tokenizer = tokenizer
         self._variables = dict(variables or {})
         self._agent_text = agent_text
+        self._frames: list[tuple[str, ...]] = []
+        """Ends of conversations without the contents of the environment's messages."""
 
     @cached_property
     def _renderer(self) -> ChatRenderer:
@@ -142,8 +144,8 @@ class ChatTurns:
     def _check_rendered(self, messages: Sequence[Message], count: int, tools: Any, texts: tuple[str, str]) -> None:
         """OmittedError where the template does not write the last `count` messages into the end of a text.
 
-        A template may write a role's first message and leave out a later one. A long content that is there only once
-        is written; others are looked for by a word that is added to them.
+        A template may write a role's first message and leave out a later one, so each is looked for, by a word that is
+        added to it. Where the end is what it was around other contents (a frame), that was done.
 
         Args:
             messages: The conversation.
@@ -155,7 +157,7 @@ class ChatTurns:
         kept = text.removesuffix(end)
         added = messages[len(messages) - count :]
         contents = [str(m["content"]).strip() for m in added]
-        if all(len(c) >= LONG and end.count(c) == 1 for c in contents):
+        if any(_fill(frame, contents) == end for frame in self._frames):
             return
         words = [f"megaswiftanswer{i}x" for i in range(count)]
         marked = [{**m, "content": f"{m['content']} {w}"} for m, w in zip(added, words, strict=True)]
@@ -163,6 +165,8 @@ class ChatTurns:
         written = found[len(kept) :].lower() if found.startswith(kept) else ""
         if missing := [m["role"] for m, word in zip(added, words, strict=True) if word not in written]:
             raise OmittedError(f"it omits messages of the role {missing[0]}")
+        if len(self._frames) < FRAMES and (frame := _frame(end, contents)) is not None:
+            self._frames.append(frame)
 
     def _behind_turn(self, before: Conversation, turn: ModelTurn, answers: Sequence[Message], text: str) -> str:
         """The text behind the turn, if the whole text does not begin with the conversation before the turn."""
@@ -223,3 +227,21 @@ REFUSALS = (RowError, OmittedError)
 def refusal_text(error: RowError | OmittedError | UserError) -> str:
     """Return in one line why a conversation cannot be rendered."""
     return error.found if isinstance(error, RowError) else str(error)
+
+
+def _frame(end: str, contents: Sequence[str]) -> tuple[str, ...] | None:
+    """The texts around contents; None where they do not stand in their order."""
+    frame = []
+    for content in contents:
+        before, found, end = end.partition(content) if content else (end, "", "")
+        if not found:
+            return None
+        frame.append(before)
+    return (*frame, end)
+
+
+def _fill(frame: Sequence[str], contents: Sequence[str]) -> str | None:
+    """A frame around other contents; None where there are more or fewer of these."""
+    if len(frame) != len(contents) + 1:
+        return None
+    return "".join(text for pair in zip(frame, contents, strict=False) for text in pair) + frame[-1]

@@ -179,3 +179,5 @@ def test_openenvs_example_answers_a_run(ranks: int, tmp_path: Path) -> None:
         wanted = [min(0.1 * len(text), 1.0) for text in said]
         assert line["turn_rewards"] == pytest.approx(wanted[: len(line["turn_rewards"])])
     assert any(len(line["turn_rewards"]) > 1 for line in lines)
+    metrics = read_lines(tmp_path / "out" / "metrics.jsonl")
+    assert metrics[0]["sampling/sampling_logp_difference/max"] < 1e-5

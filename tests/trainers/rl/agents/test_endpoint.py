@@ -21,8 +21,9 @@ import openai
 import pytest
 
 from megaswift.data.prompts.source import Prompt
-from megaswift.errors import RewardError
+from megaswift.errors import ConfigError, RewardError
 from megaswift.rollout.sampler import Completion, SamplingParams
+from megaswift.trainers.rl import multi_turn
 from megaswift.trainers.rl.agents.endpoint import TaggedCallParser, agent_endpoint
 from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors
@@ -356,6 +357,12 @@ def test_what_an_agent_gets_wrong(returned: Any, words: str, tokenizer: Any) -> 
     with pytest.raises(RewardError) as error:
         led(run, Says(tokenizer, "one"), tokenizer)
     assert words in str(error.value) and "--environment a.py:Agent" in str(error.value)
+
+
+def test_packages_that_the_endpoint_needs(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multi_turn.util, "find_spec", lambda name: None if name == "uvicorn" else True)
+    with pytest.raises(ConfigError, match=r"a.py:Agent: is an agent, whose endpoint needs uvicorn(.*\n)*.*\[serve\]"):
+        led(lambda prompt, base_url, row: 0.0, Says(tokenizer, "one"), tokenizer)
 
 
 @pytest.mark.parametrize("kind", [Says, SaysSingle])
