@@ -92,6 +92,7 @@ def test_modules_are_transformer_engines(te_pool: Pool, models: Path) -> None:
         ("moe te dp2 ep2 do", {"moe_router_fusion": True}),
         ("moe te dp2 ep2 packed", {"moe_permute_fusion": False}),
         ("moe te tp2 sp ep2", {"moe_grouped_gemm": False}),
+        ("gpt_oss te single", {"moe_grouped_gemm": False}),
         ("moe te single packed", {"moe_grouped_gemm_impl": "torch"}),
         ("moe te tp2 sp dp2 ep2 etp2 do", {"moe_grouped_gemm_impl": "torch"}),
         pytest.param("gpt_oss te dp2 ep2", {"moe_grouped_gemm_impl": "torch"}, marks=pytest.mark.slow),

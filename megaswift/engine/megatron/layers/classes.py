@@ -99,9 +99,25 @@ def _transformer_engine_modules(grouped: bool) -> LayerModuleClasses:
         qk_norm=te.TENorm,
         experts=TEGroupedMLP if grouped else SequentialMLP,
         expert_column=te.TEColumnParallelGroupedLinear if grouped else te.TEColumnParallelLinear,
-        expert_row=te.TERowParallelGroupedLinear if grouped else te.TERowParallelLinear,
+        expert_row=te.TERowParallelGroupedLinear if grouped else _te_expert_row_class(),
         latent_attention=TELatentAttention,
     )
+
+
+@functools.cache
+def _te_expert_row_class() -> type:
+    from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+    class TEExpertRowParallelLinear(TERowParallelLinear):
+        """x W^T of one expert. Megatron-Core adds a bias to the product in place, which autograd refuses for Transformer
+        Engine's own tensor."""
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            """[t, i] to [t, h], and the bias, which is handed on."""
+            product, bias = super().forward(x)
+            return (product if bias is None else product.clone()), bias
+
+    return TEExpertRowParallelLinear
 
 
 def attention_core_class(attention: str) -> type:
