@@ -247,7 +247,6 @@ CLASHING = [
             "--fp8_format hybrid",
             "--cuda_graph_impl local",
             "--tp_comm_overlap --tp 2 --sp",
-            "--fit --device_memory 80GiB",
         )
     ),
     ("moe_permute_fusion", "--moe_permute_fusion --moe_token_dispatcher_type allgather"),

@@ -67,12 +67,6 @@ MTP_CLASHES: tuple[ConflictingOptions, ...] = (
         "layers for multi-token prediction have no communication buffers",
         "--tp_comm_overlap false",
     ),
-    ConflictingOptions(
-        ("mtp_num_layers", "fit"),
-        lambda c: bool(c.model.mtp_num_layers) and c.train.fit,
-        "the memory estimate does not cover layers for multi-token prediction",
-        "--fit false",
-    ),
 )
 
 MODEL_SOURCE_CLASHES: tuple[ConflictingOptions, ...] = (
