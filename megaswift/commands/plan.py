@@ -51,9 +51,7 @@ def main(argv: Sequence[str]) -> int:
     gpu = planned_gpu(given.gpu, given.hardware)
     if given.network_gbps is not None:
         gpu = replace(gpu, network_gbs=given.network_gbps / 8)
-    named = Path(given.what).suffix in (".yaml", ".yml")
-    words = [given.what, *rest] if named else ["--model", given.what, *rest]
-    cfg = load_config(given.task or (None if named else "sft"), words, environ={})
+    cfg = planned_config(given.what, given.task, rest)
     machine = Machine(gpu, min(given.gpus_per_node, given.gpus), cfg.model.fp8_format is not None)
     with errors_as_typed(cfg.typed, NAMES):
         wanted = max(given.top, given.row)
@@ -140,6 +138,19 @@ def describes_model(cfg: SwiftConfig) -> bool:
     """Return whether this machine has a description of the run's model."""
     name = str(cfg.model.model)
     return Path(name).expanduser().exists() or published_model(name) is not None
+
+
+def planned_config(what: str, task: str | None, rest: Sequence[str]) -> SwiftConfig:
+    """Return the configuration of a run that is planned, by its YAML file or by a model and a task.
+
+    Args:
+        what: The file, or what `--model` would name.
+        task: None: the file's own, sft for a model.
+        rest: Further options of the run.
+    """
+    named = Path(what).suffix in (".yaml", ".yml")
+    words = [what, *rest] if named else ["--model", what, *rest]
+    return load_config(task or (None if named else "sft"), words, environ={})
 
 
 def described_model(cfg: SwiftConfig) -> ModelSpec:

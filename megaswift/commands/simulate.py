@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from megaswift import log
 from megaswift.base.command_words import UserErrorArgumentParser
-from megaswift.commands.plan import described_model
-from megaswift.config import SwiftConfig, load_config
+from megaswift.commands.plan import described_model, planned_config
+from megaswift.config import SwiftConfig
 from megaswift.config.sections import NAMES, OPTIONS
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine
 from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
@@ -59,9 +59,7 @@ def main(argv: Sequence[str]) -> int:
     given, rest = _parser().parse_known_args(list(argv))
     if problems := list(_problems(given)):
         raise ConfigError(problems)
-    named = Path(given.what).suffix in (".yaml", ".yml")
-    words = [given.what, *rest] if named else ["--model", given.what, *rest]
-    cfg = load_config(given.task or (None if named else "sft"), words, environ={})
+    cfg = planned_config(given.what, given.task, rest)
     with errors_as_typed(cfg.typed, NAMES):
         if problems := list(_run_problems(cfg)):
             raise ConfigError(problems)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megaswift.config.sections import Sections
@@ -45,3 +45,7 @@ class ConflictingOptions:
     when: Test
     why: str
     fix: str
+
+    def beside(self, option: str, is_set: Test) -> ConflictingOptions:
+        """Return the same conflict of one more option, which is named first, where that is set."""
+        return replace(self, options=(option, *self.options), when=lambda c: is_set(c) and self.when(c))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption, Test
+from megaswift.config.rule import ONE_OF, ConflictingOptions, IgnoredOption
 from megaswift.config.sections import Sections
 from megaswift.data.options.indexed import INDEXED_DATA_CLASHES, reads_indexed_data
 from megaswift.losses.options.classification import SINGLE_LABEL
@@ -34,44 +34,40 @@ def _mixes(c: Sections) -> bool:
     return bool(c.data.interleave_prob)
 
 
-def _limited_and(when: Test) -> Test:
-    return lambda c: c.data.max_tokens_per_batch is not None and when(c)
-
-
 _ONE_SHAPE = "needs micro-batches of any shape"
-_TOKENS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
-    (
+_TOKENS: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("max_length",),
         lambda c: (c.data.max_tokens_per_batch or 0) < c.data.max_length,
         "is less than max_length: the longest samples would fit into no micro-batch",
         "a number of at least max_length",
     ),
-    (
+    ConflictingOptions(
         ("packing",),
         lambda c: c.data.packing,
         "chooses micro-batches among the samples of a step; packed rows are made before, all of max_length tokens",
         "--packing false",
     ),
-    (
+    ConflictingOptions(
         ("streaming",),
         lambda c: c.data.streaming,
         "needs the lengths of a step's samples, which are not known before a stream is read",
         "--streaming false",
     ),
-    (
+    ConflictingOptions(
         ("layout", "fit"),
         lambda c: c.parallel.layout == "auto" or c.train.fit,
         "conflicts with --layout auto and --fit true, which choose the samples of a micro-batch",
         "--per_device_train_batch_size N",
     ),
-    (("cuda_graph_impl",), lambda c: c.model.uses_cuda_graphs, _ONE_SHAPE, "--cuda_graph_impl none"),
-    (
+    ConflictingOptions(("cuda_graph_impl",), lambda c: c.model.uses_cuda_graphs, _ONE_SHAPE, "--cuda_graph_impl none"),
+    ConflictingOptions(
         ("tp_comm_overlap", "tensor_parallel_size"),
         lambda c: c.parallel.tp_comm_overlap and c.parallel.tensor_parallel_size > 1,
         _ONE_SHAPE,
         "--tp_comm_overlap false",
     ),
-    (
+    ConflictingOptions(
         ("moe_pad_expert_input_to_capacity", "expert_parallel_size"),
         lambda c: c.model.moe_pad_expert_input_to_capacity and c.parallel.expert_parallel_size > 1,
         _ONE_SHAPE,
@@ -145,8 +141,8 @@ DATA_CLASHES: tuple[ConflictingOptions, ...] = (
         "--max_steps 1000",
     ),
     *(
-        ConflictingOptions(("max_tokens_per_batch", *reads), _limited_and(when), why, fix)
-        for reads, when, why, fix in _TOKENS
+        conflict.beside("max_tokens_per_batch", lambda c: c.data.max_tokens_per_batch is not None)
+        for conflict in _TOKENS
     ),
     ConflictingOptions(
         ("group_by_length", "streaming", "packing"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaswift.base.byte_size import byte_size_or_none
-from megaswift.config.rule import ONE_OF, ConflictingOptions, Test
+from megaswift.config.rule import ONE_OF, ConflictingOptions
 from megaswift.config.sections import Sections
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, READS, requested_engine
 
@@ -55,18 +55,14 @@ def _recomputes(c: Sections, *parts: str) -> bool:
 _OVERLAP = "overlap_moe_expert_parallel_comm"
 
 
-def _overlap_and(when: Test) -> Test:
-    return lambda c: c.parallel.overlap_moe_expert_parallel_comm and when(c)
-
-
-_OVERLAP_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
-    (
+_OVERLAP_CONFLICTS: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
         ("moe_token_dispatcher_type",),
         lambda c: c.model.moe_token_dispatcher_type == "allgather",
         "is supported with alltoall and flex only (Megatron-Core)",
         "--moe_token_dispatcher_type alltoall",
     ),
-    (
+    ConflictingOptions(
         ("recompute_granularity", "recompute_modules"),
         lambda c: (
             c.model.recompute_granularity == "full"
@@ -76,25 +72,25 @@ _OVERLAP_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
         "cannot recompute experts or whole layers: the schedule runs their parts separately",
         "--recompute_granularity selective --recompute_modules moe_act layernorm",
     ),
-    (
+    ConflictingOptions(
         ("moe_shared_expert_overlap",),
         lambda c: c.model.moe_shared_expert_overlap,
         "excludes moe_shared_expert_overlap: both use the time of the exchange",
         "--moe_shared_expert_overlap false",
     ),
-    (
+    ConflictingOptions(
         ("mtp_num_layers",),
         lambda c: c.model.mtp_num_layers is not None,
         "is not supported with layers for multi-token prediction here",
         "--mtp_num_layers none",
     ),
-    (
+    ConflictingOptions(
         ("cuda_graph_impl",),
         lambda c: c.model.uses_cuda_graphs,
         "is not supported with CUDA graphs: layers run in parts",
         "--cuda_graph_impl none",
     ),
-    (
+    ConflictingOptions(
         ("freeze_parameters",),
         has_frozen_weights,
         "needs all weights of a layer to train",
@@ -103,32 +99,35 @@ _OVERLAP_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
 )
 
 
-def _fp8_weights_and(when: Test) -> Test:
-    return lambda c: c.model.fp8_param_gather and when(c)
-
-
-_FP8_WEIGHT_CONFLICTS: tuple[tuple[tuple[str, ...], Test, str, str], ...] = (
-    (("fp8_recipe",), lambda c: c.model.fp8_recipe == "mxfp8", "is not supported with mxfp8", "--fp8_recipe blockwise"),
-    (("train_type",), lambda c: c.model.train_type != "full", "needs train_type full", "--fp8_param_gather false"),
-    (
+_FP8_WEIGHT_CONFLICTS: tuple[ConflictingOptions, ...] = (
+    ConflictingOptions(
+        ("fp8_recipe",),
+        lambda c: c.model.fp8_recipe == "mxfp8",
+        "is not supported with mxfp8",
+        "--fp8_recipe blockwise",
+    ),
+    ConflictingOptions(
+        ("train_type",), lambda c: c.model.train_type != "full", "needs train_type full", "--fp8_param_gather false"
+    ),
+    ConflictingOptions(
         ("distributed_optimizer", "optimizer"),
         lambda c: not c.parallel.distributed_optimizer or c.optim.optimizer != "adam",
         "needs Adam with the distributed optimizer, which keeps the exact weights",
         "--distributed_optimizer true --optimizer adam",
     ),
-    (
+    ConflictingOptions(
         ("precision_aware_optimizer",),
         lambda c: c.optim.precision_aware_optimizer,
         "is not supported with precision_aware_optimizer, which keeps no separate main weights",
         "--precision_aware_optimizer false",
     ),
-    (
+    ConflictingOptions(
         ("torch_dtype",),
         lambda c: c.model.torch_dtype in ("float32", "float16"),
         "needs bfloat16",
         "--torch_dtype bfloat16",
     ),
-    (
+    ConflictingOptions(
         ("freeze_parameters",),
         lambda c: c.model.freeze_parameters,
         "is not supported with freeze_parameters: frozen weights have no exact values",
@@ -309,13 +308,10 @@ MODEL_CLASHES: tuple[ConflictingOptions, ...] = (
         "--moe_token_dispatcher_type alltoall",
     ),
     *(
-        ConflictingOptions((_OVERLAP, *options), _overlap_and(when), why, fix)
-        for options, when, why, fix in _OVERLAP_CONFLICTS
+        conflict.beside(_OVERLAP, lambda c: c.parallel.overlap_moe_expert_parallel_comm)
+        for conflict in _OVERLAP_CONFLICTS
     ),
-    *(
-        ConflictingOptions(("fp8_param_gather", *options), _fp8_weights_and(when), why, fix)
-        for options, when, why, fix in _FP8_WEIGHT_CONFLICTS
-    ),
+    *(conflict.beside("fp8_param_gather", lambda c: c.model.fp8_param_gather) for conflict in _FP8_WEIGHT_CONFLICTS),
     ConflictingOptions(
         ("fp8_format", "train_type"),
         lambda c: c.model.fp8_format and c.model.train_type == "qlora",
