@@ -109,8 +109,10 @@ def _te_expert_row_class() -> type:
     from megatron.core.extensions.transformer_engine import TERowParallelLinear
 
     class TEExpertRowParallelLinear(TERowParallelLinear):
-        """x W^T of one expert. Megatron-Core adds a bias to the product in place, which autograd refuses for Transformer
-        Engine's own tensor."""
+        """x W^T of one expert.
+
+        Megatron-Core adds a bias to the product in place, which autograd refuses for Transformer Engine's own tensor.
+        """
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
             """[t, i] to [t, h], and the bias, which is handed on."""
