@@ -16,6 +16,8 @@ from functools import partial
 from threading import Event
 from typing import Any
 
+import torch
+
 from megaswift import distributed
 from megaswift.data.prompts.source import Prompt, PromptSource
 from megaswift.engine.protocol import Engine
@@ -113,7 +115,8 @@ class CompletionSamplingScheduler:
     _threads: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._threads = ThreadPoolExecutor(self.at_once, "sampler")
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._threads = ThreadPoolExecutor(self.at_once, "sampler", _use_device, (device,))
 
     def draw(self, number: int, step: int, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
         """Return the prompts, each once for each completion, and the completions of draw `number`, the next one of the
@@ -284,6 +287,12 @@ class CompletionSamplingScheduler:
     def close(self) -> None:
         """Stop the background threads, after the draws that they write."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _use_device(device: int | None) -> None:
+    """Make a CUDA device the current one of this thread; None: there is none."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def with_version(completion: Completion, version: int) -> Completion:

@@ -155,6 +155,20 @@ def queued(most: int) -> RolloutSource:
     return made
 
 
+def test_the_sampler_s_thread_has_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread would begin on the first device."""
+    chosen: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread().name))
+    )
+    made = source(async_generation=True, **FOUR)
+    made.next()
+    made.parts.scheduler.settle()
+    assert chosen == [(3, "sampler_0")]
+
+
 def test_draws_are_written_side_by_side() -> None:
     """By a sampler that writes two at a time: each waits until the other is under way. The order of use is the same."""
     made, plain = source(max_staleness=8, **FOUR), source(**FOUR)
