@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -123,6 +123,14 @@ class UserCodeClock:
             self._watched = process
             threading.Thread(target=self._watch, name="user code clock", daemon=True).start()
 
+    def renew(self, number: int, timed: bool) -> None:
+        """Give a call its whole time again; not `timed`: it has any time until the next renewal, because it waits for
+        us."""
+        call = self._calls.get(number)
+        if call is not None:
+            ends = time.monotonic() + self.seconds if timed else float("inf")
+            self._calls[number] = replace(call, ends=ends)
+
     def finish(self, number: int) -> None:
         """Forget a call that has ended."""
         self._calls.pop(number, None)
@@ -192,14 +200,15 @@ def _exit_of_user_code(status: int) -> NoReturn:
 
 
 @contextmanager
-def convert_user_code_errors(say: Callable[[str], UserError], timed: bool = True) -> Iterator[None]:
+def convert_user_code_errors(say: Callable[[str], UserError], timed: bool = True) -> Iterator[Callable[[bool], None]]:
     """Raise what code of the user's raises as the error that `say` makes of its traceback; Ctrl-C passes.
 
-    Code that does not return in the clock's time ends the process with such an error, unless `timed` is false.
+    Code that does not return in the clock's time ends the process with such an error, unless `timed` is false. Yields
+    the clock's `renew` for this call, which may be called from any thread.
     """
     number = CLOCK.begin(say, timed)
     try:
-        yield
+        yield functools.partial(CLOCK.renew, number)
     except (UserError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # the user's code may raise anything, and call sys.exit

@@ -144,6 +144,32 @@ def test_code_that_does_not_return_ends_the_process(name: str, line: str, thread
     assert 'theirs.py", line ' in done.stdout and f"in {name}" in done.stdout and line in done.stdout
 
 
+RENEWS = """
+import time
+from megaswift.errors import Problem, RewardError
+from megaswift.base.user_code import CLOCK, convert_user_code_errors
+
+CLOCK.limit(0.6, "--ddp_timeout", lambda error: print(error.message(), flush=True))
+with convert_user_code_errors(lambda trace: RewardError(Problem("--environment a.py:A", trace))) as renew:
+    for _ in range(4):
+        time.sleep(0.3)
+        renew(True)
+    renew(False)
+    time.sleep(1.5)
+    print("renewed", flush=True)
+    renew(True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.process
+def test_a_call_gets_its_time_again() -> None:
+    """At each renewal, and any time while it waits for us; then it ends as any call does."""
+    done = subprocess.run([sys.executable, "-c", RENEWS], capture_output=True, text=True, timeout=300, env=os.environ)
+    assert done.returncode == 2 and done.stdout.startswith("renewed"), done.stderr
+    assert "has not returned after 0.6 s" in done.stdout
+
+
 def test_untimed_code_has_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CLOCK, "seconds", 0.1)
     with convert_user_code_errors(said, timed=False):

@@ -105,6 +105,10 @@ def _lacking_methods(environment: Any) -> str:
     return " and no ".join(missing)
 
 
+def _ignore(renew: Callable[[bool], None]) -> None:
+    """Do nothing with what renews the time of a call."""
+
+
 class EnvironmentWithNamedErrors:
     """An environment whose errors carry its name."""
 
@@ -137,6 +141,7 @@ class EnvironmentWithNamedErrors:
         returned = self._call(
             method,
             lambda trace: RewardError(Problem(self.flag, f"reset failed\n{trace}", passed)),
+            getattr(self.inner, "begin_reset", _ignore),
         )
         if isinstance(returned, tuple) and len(returned) == 2 and _is_info(returned[1]):
             returned = returned[0]  # as Gymnasium has it: (observation, info)
@@ -191,12 +196,16 @@ class EnvironmentWithNamedErrors:
         """Whether it is an agent: it has `run` in the place of `reset` and `step`."""
         return _is_agent(self.inner)
 
-    def run(self, prompt: Any, base_url: str, columns: Mapping[str, Any]) -> float:
-        """Let an agent answer a prompt, and return the reward. RewardError if it raises or returns something else."""
+    def run(
+        self, prompt: Any, base_url: str, columns: Mapping[str, Any], began: Callable[[Callable[[bool], None]], None]
+    ) -> float:
+        """Let an agent answer a prompt, and return the reward. RewardError if it raises or returns something else.
+        `began` gets what renews the time of the call (`UserCodeClock.renew`)."""
         method: Any = getattr(self.inner, "run")  # noqa: B009
         returned = self._call(
             functools.partial(method, deepcopy(prompt), base_url, **deepcopy(dict(columns))),
             lambda trace: RewardError(Problem(self.flag, f"run failed\n{trace}")),
+            began,
         )
         worth = 0.0 if returned is None else float_or_none(returned)
         if worth is None or not is_usable(worth):
@@ -212,14 +221,21 @@ class EnvironmentWithNamedErrors:
                 functools.partial(method), lambda trace: RewardError(Problem(self.flag, f"close failed\n{trace}"))
             )
 
-    def _call(self, method: functools.partial[Any], say: Callable[[str], UserError]) -> Any:
+    def _call(
+        self,
+        method: functools.partial[Any],
+        say: Callable[[str], UserError],
+        began: Callable[[Callable[[bool], None]], None] = _ignore,
+    ) -> Any:
         """What a method returns, awaited where it is `async def`."""
         if not inspect.iscoroutinefunction(inspect.unwrap(method.func)):
-            with convert_user_code_errors(say):
+            with convert_user_code_errors(say) as renew:
+                began(renew)
                 return method()
 
         async def awaited() -> Any:
-            with convert_user_code_errors(say):
+            with convert_user_code_errors(say) as renew:
+                began(renew)
                 return await method()
 
         return asyncio.run_coroutine_threadsafe(awaited(), _loop()).result()

@@ -144,7 +144,7 @@ class MultiTurnRunner:
         if environment.is_agent:
             session = Session(self.chat, sampling, seed, self.max_turns, self.max_length)
             with _endpoint(environment.flag).opened(session, ask) as address:
-                reward = yield partial(environment.run, content, address, prompt.columns)
+                reward = yield partial(environment.run, content, address, prompt.columns, session.begin)
             yield environment.close
             return _of_session(session, reward, environment.flag)
         observation = yield partial(environment.reset, content, prompt.columns, prompt.number)

@@ -176,6 +176,17 @@ def test_a_sleep_of_five_seconds_leaves_the_others_their_time(
     assert took[1][0] <= 1.2 * took[0][0] and took[1][1] > 5
 
 
+def test_a_conversation_that_was_late_joins_the_others(
+    world: type[World], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It misses some waves of the others, and is in a wave with all of them again."""
+    monkeypatch.setattr(world, "wait", staticmethod(lambda: time.sleep(0.5)))
+    sampler = Counts(tokenizer, 0.15)
+    talked(tokenizer, sampler, world)
+    missed = sampler.calls.index(MANY - 1)
+    assert missed == 3 and MANY in sampler.calls[missed:] and len(sampler.calls) < TURNS + 6
+
+
 def test_tokens_of_a_model_do_not_depend_on_when_environments_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,11 @@ class OpenEnvironment:
         self.url = url
         self.fields = fields
         self.client: Any = None
+        self._renew: Callable[[bool], None] | None = None
+
+    def begin_reset(self, renew: Callable[[bool], None]) -> None:
+        """Take what renews the time of a call of `reset`: waiting for a free session has any time."""
+        self._renew = renew
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> str:
         """Begin a session, and return the first observation. The row's columns are passed on by their names; the
@@ -101,13 +106,19 @@ class OpenEnvironment:
             try:
                 await self.client.connect()
                 result = await self.client.reset(seed=seed, **columns)
+                self._time(True)
                 return f"\n\n{observation_text(result.observation)}"
             except RuntimeError as error:
                 await self.client.close()
                 if FULL not in str(error):
                     raise
+            self._time(False)
             await asyncio.sleep(wait)
             wait = min(2 * wait, 1.0)
+
+    def _time(self, timed: bool) -> None:
+        if self._renew is not None:
+            self._renew(timed)
 
     async def step(self, answer: str) -> tuple[list[dict[str, Any]], float, bool]:
         """Pass the model's answer on as an action. One that is none is an answer without reward."""

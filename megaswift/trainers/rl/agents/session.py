@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -87,6 +87,14 @@ class Session:
         self.ended = False
         """Whether the agent is done: answers that come later are dropped."""
         self._contexts: Counter[bytes] = Counter()
+        self._renew: Callable[[bool], None] | None = None
+        self._waiting = 0
+        """Requests that the model has not answered yet."""
+
+    def begin(self, renew: Callable[[bool], None]) -> None:
+        """Tell that the agent has begun. `renew` gives its call time again, or any time while it waits for the
+        model. Called in the agent's thread, before its first request."""
+        self._renew = renew
 
     def ask(self, messages: Sequence[Message], tools: Any, most: int | None) -> tuple[Segment, Ask]:
         """Find the segment that a request continues, or begin one.
@@ -109,8 +117,14 @@ class Session:
             raise SessionError("the conversation has no room for an answer", "context_length_exceeded")
         segment.turn = None
         self.turns += 1
+        self._wait(1)
         context = [*segment.prompt_ids, *segment.tokens]
         return segment, Ask(context, min(left, most or left), self._seed_of(context))
+
+    def _wait(self, change: int) -> None:
+        self._waiting += change
+        if self._renew is not None:
+            self._renew(not self._waiting)
 
     def _check_open(self) -> None:
         if self.ended:
@@ -183,6 +197,7 @@ class Session:
         """Add the model's turn to a segment, as many tokens as were asked for. The message that the agent gets is to be
         added to the segment's history."""
         self._check_open()
+        self._wait(-1)
         ids = completion.token_ids[: ask.room]
         turn = self.chat.model_turn([*segment.prompt_ids, *segment.tokens], ids, self.sampling.stop_token_ids)
         segment.tokens += ids

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from megaswift.base.user_code import CLOCK
 from megaswift.errors import ConfigError
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl.adapters import openenv
@@ -133,7 +134,10 @@ def test_a_session_is_waited_for_and_wrong_actions_are_answered(monkeypatch: pyt
     monkeypatch.setattr(openenv.importlib, "import_module", lambda name: SimpleNamespace(GenericEnvClient=Client))
     inner: Any = openenv.OpenEnvironment("http://127.0.0.1:8000", ActionFields(("x",), ""))
     made = EnvironmentWithNamedErrors("--environment openenv:URL", inner)
+    timed: list[bool] = []
+    monkeypatch.setattr(CLOCK, "renew", lambda number, on: timed.append(on))
     said = made.reset("asked", {"level": 3}, row=12)
+    assert timed == [False, False, True], "waiting for a session is not the environment's time"
     assert isinstance(said, str) and json.loads(said) == {"seed": 12, "level": 3} and Client.closed == 2
     assert made.reset("asked", {"seed": 5}, row=12) == '\n\n{"seed": 5}'
     for answer, words in (("go", "has the fields x."), ('{"x": 0}', "x is too small")):

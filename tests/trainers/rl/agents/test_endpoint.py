@@ -20,6 +20,7 @@ from typing import Any
 import openai
 import pytest
 
+from megaswift.base.user_code import CLOCK
 from megaswift.data.prompts.source import Prompt
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rollout.sampler import Completion, SamplingParams
@@ -357,6 +358,22 @@ def test_what_an_agent_gets_wrong(returned: Any, words: str, tokenizer: Any) -> 
     with pytest.raises(RewardError) as error:
         led(run, Says(tokenizer, "one"), tokenizer)
     assert words in str(error.value) and "--environment a.py:Agent" in str(error.value)
+
+
+def test_the_time_of_an_agent_does_not_run_while_the_model_writes(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests at a time: it runs again when both are answered."""
+    renewed: list[bool] = []
+    monkeypatch.setattr(CLOCK, "renew", lambda number, timed: renewed.append(timed))
+
+    async def run(prompt: Any, base_url: str, row: int) -> None:
+        made = openai.AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0, timeout=WAIT)
+        talks = [[{"role": "user", "content": name}] for name in ("main", "helper")]
+        await asyncio.gather(*(made.chat.completions.create(model="m", messages=talk) for talk in talks))
+
+    led(run, SaysSingle(tokenizer, "one", "two"), tokenizer)
+    assert len(renewed) == 4 and renewed[0] is False and renewed[-1] is True
 
 
 def test_packages_that_the_endpoint_needs(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
