@@ -1,0 +1,85 @@
+"""Sessions of agents under 64 kinds of published templates: whatever an agent edits, each turn stands behind the tokens
+that the sampler was given for it.
+
+Covers: megaswift/trainers/rl/agents/session.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megaswift.rollout.sampler import Completion, SamplingParams
+from megaswift.trainers.rl.agents.session import REASONS, Segment, Session, SessionError
+from megaswift.trainers.rl.chat_turns import ChatTurns
+from megaswift.trainers.rl.waves import Ask
+from tests.trainers.rl.dialogues import TOOLS, WORDS, Recorder
+from tests.trainers.rl.test_sampled_tokens import KINDS, USER_ONLY, tokenizer_of
+
+SESSIONS, REQUESTS = 12, 8
+
+
+def edited(messages: list[Any], draws: random.Random, role: str) -> list[Any]:
+    """The messages of the next request: more of them, or now and then a changed history."""
+    kind = draws.random()
+    if kind < 0.1 and len(messages) > 2:
+        return messages[:1]
+    if kind < 0.2:
+        return [{**messages[0], "content": messages[0]["content"] + " again"}, *messages[1:]]
+    if kind < 0.3 and messages[-1]["role"] == "assistant":
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"].strip()}]
+    said = f"zq {draws.choice(WORDS).strip()}"
+    return [*messages, {"role": role, "name": "search", "content": said} if role == "tool" else _user(said)]
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_whatever_an_agent_edits(name: str) -> None:
+    tokenizer = tokenizer_of(name)
+    reasons: Counter[str] = Counter()
+    for number in range(SESSIONS):
+        draws = random.Random(f"{name} {number}")
+        roles = ("user",) if name in USER_ONLY else ("user", "tool")
+        recorder = Recorder(tokenizer, tools=True, seed=number)
+        session = Session(
+            ChatTurns(tokenizer), SamplingParams(20_000, stop_token_ids=recorder.stops), number, None, None
+        )
+        messages = [_user(f"dialogue {number} begins")]
+        wrote: list[tuple[Segment, Ask, Completion]] = []
+        for _ in range(REQUESTS):
+            tools = TOOLS if draws.random() < 0.9 else TOOLS[:1]
+            try:
+                segment, ask = session.ask(messages, tools, draws.choice((None, None, 20)))
+            except SessionError as error:  # a role that the template does not write at this place
+                assert error.code == "invalid_messages"
+                messages = messages[:1]
+                continue
+            completion = recorder.one(tuple(ask.context), SamplingParams(ask.room))
+            turn = session.answer(segment, ask, completion)
+            segment.history.append({"role": "assistant", "content": turn.content})
+            wrote.append((segment, ask, completion))
+            messages = edited([*messages, segment.history[-1]], draws, draws.choice(roles))
+        for segment in session.segments:
+            check(segment, [(ask, completion) for one, ask, completion in wrote if one is segment])
+        reasons.update(segment.reason for segment in session.segments)
+        trained = session.trained()
+        assert trained is not None and trained.count == max(one.count for one in session.segments)
+    assert reasons["first"] == SESSIONS and {"edited", "rewound", "tools"} <= reasons.keys() <= {*REASONS}
+
+
+def check(segment: Segment, turns: list[tuple[Ask, Completion]]) -> None:
+    """The tokens of a segment are its turns' contexts and completions."""
+    ids = [*segment.prompt_ids, *segment.tokens]
+    own = [False] * len(ids)
+    for ask, completion in turns:
+        begin, end = len(ask.context), len(ask.context) + len(completion.token_ids)
+        assert ids[:end] == [*ask.context, *completion.token_ids]
+        own[begin:end] = [True] * len(completion.token_ids)
+    assert [*[False] * len(segment.prompt_ids), *segment.own] == own
+    assert segment.logprobs == [value for _, completion in turns for value in completion.logprobs]
