@@ -156,6 +156,14 @@ class CompletionGenerator:
         completions = dict(zip(mine, begun or [Completion((), (), False)] * len(mine), strict=True))
         unfinished = [i for i in mine if not self.is_complete(completions[i])]
         greedy = [i for i in unfinished if greedy_every and (i + 1) % greedy_every == 0]
+        if self.multi_turn is not None:
+            # All conversations at a time: none waits for those that are drawn otherwise.
+            asked = [prompts[i] for i in unfinished]
+            row_seeds = [drawn[i] for i in unfinished]
+            places = {place for place, i in enumerate(unfinished) if i in greedy}
+            drafts = self.multi_turn.write(self.sampler, self.sampling, asked, row_seeds, places)
+            completions |= dict(zip(unfinished, drafts, strict=True))
+            return [completions[i] for i in mine]
         sampled = sorted({*unfinished} - {*greedy})
         for rows, sampling in ((sampled, self.sampling), (greedy, replace(self.sampling, temperature=0.0))):
             if rows:
@@ -178,9 +186,7 @@ class CompletionGenerator:
     def complete(
         self, sampler: Sampler, prompts: Sequence[Prompt], sampling: SamplingParams, row_seeds: Sequence[int]
     ) -> list[Completion]:
-        """Write one completion for each prompt, in conversation with the environment if there is one."""
-        if self.multi_turn is not None:
-            return self.multi_turn.write(sampler, sampling, prompts, row_seeds)
+        """Write one completion for each prompt."""
         tokens = [p.token_ids for p in prompts]
         if self.images is not None and any(p.images is not None for p in prompts):
             assert isinstance(sampler, ImageSampler), "preflight lets only these backends through"

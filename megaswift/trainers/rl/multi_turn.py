@@ -7,7 +7,7 @@ Conversations advance independently of each other (`waves.py`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -124,16 +124,22 @@ class MultiTurnRunner:
     """Tokens of a prompt with its first observation and the completion; None: any number."""
 
     def write(
-        self, sampler: Sampler, sampling: SamplingParams, prompts: Sequence[Prompt], seeds: Sequence[int]
+        self,
+        sampler: Sampler,
+        sampling: SamplingParams,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        greedy: Collection[int] = (),
     ) -> list[Completion]:
-        """Write one conversation for each prompt.
+        """Write one conversation for each prompt; those of the places in `greedy` by the likeliest tokens.
 
         A turn's tokens depend on the conversation before it and on the seed, which is made of the conversation's seed
         and the number of the turn: not on when other conversations are ready.
         """
 
         def begin(number: int, ask: Asker) -> Talk[MultiTurnCompletion]:
-            return self._talk(prompts[number], seeds[number], sampling, ask)
+            own = replace(sampling, temperature=0.0) if number in greedy else sampling
+            return self._talk(prompts[number], seeds[number], own, ask)
 
         return [*lead_conversations(begin, len(prompts), sampler, sampling)]
 
@@ -152,7 +158,8 @@ class MultiTurnRunner:
         while not dialogue.ended:
             context = [*dialogue.asked.token_ids, *dialogue.tokens]
             drawn = np.random.SeedSequence([seed, dialogue.turns]).generate_state(1, np.uint64)[0] >> 1
-            completion = yield Ask(context, dialogue.room - len(dialogue.tokens), int(drawn))
+            room = dialogue.room - len(dialogue.tokens)
+            completion = yield Ask(context, room, int(drawn), not sampling.temperature)
             turn = self._said(dialogue, completion, sampling.stop_token_ids)
             if not dialogue.ended:
                 answer = yield partial(environment.step, turn.content)

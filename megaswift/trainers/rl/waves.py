@@ -36,6 +36,8 @@ class Ask:
     room: int
     """Maximum tokens."""
     seed: int
+    greedy: bool = False
+    """The likeliest tokens, whatever the temperature."""
 
 
 Call = Callable[[], Any]
@@ -64,11 +66,10 @@ def lead_conversations(begin: Begin[T], count: int, sampler: Sampler, sampling: 
     try:
         leader.start()
         while wave := leader.next_wave():
-            asked = [one.ask for one in wave]
-            together = replace(sampling, max_tokens=max(ask.room for ask in asked))
-            completions = sampler.generate([a.context for a in asked], together, [a.seed for a in asked])
-            for one, completion in zip(wave, completions, strict=True):
-                leader.deliver(one, completion)
+            for greedy in (False, True):
+                part = [one for one in wave if one.ask.greedy == greedy]
+                if part:
+                    leader.sample(part, sampler)
     finally:
         leader.close()
     return [leader.found[number] for number in range(count)]
@@ -183,8 +184,20 @@ class _Leader:
     def ask_single(self, number: int, ask: Ask) -> Completion:
         """Ask a sampler that takes prompts one by one."""
         assert self.single is not None
-        alone = replace(self.sampling, max_tokens=ask.room)
-        return self.single.generate_one(ask.context, alone, ask.seed, number)
+        return self.single.generate_one(ask.context, self.sampling_of([ask]), ask.seed, number)
+
+    def sampling_of(self, asked: Sequence[Ask]) -> SamplingParams:
+        """How the tokens of turns are drawn, all of which are greedy or none is."""
+        sampling = replace(self.sampling, max_tokens=max(ask.room for ask in asked))
+        return replace(sampling, temperature=0.0) if asked[0].greedy else sampling
+
+    def sample(self, wave: Sequence[_Asked], sampler: Sampler) -> None:
+        """Ask a sampler that takes prompts together."""
+        asked = [one.ask for one in wave]
+        contexts = [ask.context for ask in asked]
+        completions = sampler.generate(contexts, self.sampling_of(asked), [ask.seed for ask in asked])
+        for one, completion in zip(wave, completions, strict=True):
+            self.deliver(one, completion)
 
     def deliver(self, one: _Asked, completion: Completion) -> None:
         """Give a completion to whoever has asked for it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +119,17 @@ def tokenizer() -> Any:
     return makers.tokenizer("qwen", "qwen2_5")
 
 
-def talked(tokenizer: Any, sampler: Any, made: Callable[[], Any], count: int = MANY) -> list[MultiTurnCompletion]:
+def talked(
+    tokenizer: Any, sampler: Any, made: Callable[[], Any], count: int = MANY, greedy: Collection[int] = ()
+) -> list[MultiTurnCompletion]:
     said = ({"role": "user", "content": "go"},)
     ids = tuple(tokenizer.apply_chat_template(list(said), add_generation_prompt=True, return_dict=False))
     runner = MultiTurnRunner(
         lambda: EnvironmentWithNamedErrors("--environment w.py:W", made()), ChatTurns(tokenizer), None
     )
     prompts = [Prompt(row, ids, said, {"row": row}) for row in range(count)]
-    found = runner.write(sampler, SamplingParams(2000, stop_token_ids=(sampler.end,)), prompts, range(50, 50 + count))
+    sampling = SamplingParams(2000, stop_token_ids=(sampler.end,))
+    found = runner.write(sampler, sampling, prompts, range(50, 50 + count), greedy)
     return [talk for talk in found if isinstance(talk, MultiTurnCompletion)]
 
 
@@ -223,6 +226,23 @@ def test_conversations_that_begin_together_share_an_event_loop(tokenizer: Any, m
     monkeypatch.setattr(AsyncWorld, "loops", set())
     talked(tokenizer, Counts(tokenizer), AsyncWorld, 8)
     assert len(AsyncWorld.loops) == 1
+
+
+@pytest.mark.parametrize("kind", [Counts, CountsSingle])
+def test_greedy_conversations_are_led_beside_the_others(kind: type[Counts], tokenizer: Any) -> None:
+    """In waves of their own, of the same turns; a wave of the others does not change."""
+    temperatures: list[tuple[float, int]] = []
+
+    class Notes(kind):  # type: ignore[misc,valid-type]
+        def generate(self, prompts: Any, sampling: SamplingParams, seeds: Any) -> list[Completion]:
+            temperatures.append((sampling.temperature, len(prompts)))
+            found: list[Completion] = super().generate(prompts, sampling, seeds)
+            return found
+
+    plain = talked(tokenizer, kind(tokenizer), World, 6)
+    assert talked(tokenizer, Notes(tokenizer), World, 6, greedy={2, 5}) == plain
+    sizes = [(1.0, 4), (0.0, 2)] if kind is Counts else [(1.0, 1)] * 4 + [(0.0, 1)] * 2
+    assert sorted(temperatures) == sorted(sizes * TURNS)
 
 
 def test_more_conversations_than_threads(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

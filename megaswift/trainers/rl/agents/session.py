@@ -119,7 +119,8 @@ class Session:
         self.turns += 1
         self._wait(1)
         context = [*segment.prompt_ids, *segment.tokens]
-        return segment, Ask(context, min(left, most or left), self._seed_of(context))
+        room = min(left, most or left)
+        return segment, Ask(context, room, self._seed_of(context), not self.sampling.temperature)
 
     def _wait(self, change: int) -> None:
         self._waiting += change
