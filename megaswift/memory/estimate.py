@@ -214,7 +214,6 @@ def uncovered_features(m: ModelConfig, adapters: str | None, tp_comm_overlap: bo
         adapters: The folder of trained adapters that the run starts from.
     """
     options: dict[str, object] = {
-        "fp8_param_gather": m.fp8_param_gather,
         "megatron_extra_kwargs": m.megatron_extra_kwargs,
         "attn_impl unfused": m.attn_impl == "unfused",
         "adapters": adapters if m.train_type != "full" else None,

@@ -5,6 +5,7 @@ in half precision, else 4):
 
     weights            w n; NF4: n / 2 + 4 n / 64 (a float32 scale for a block of 64 inputs, arXiv:2305.14314)
     FP8 copies         2 n of linear layers (`--fp8_format`): a weight and its transpose; in MXFP8 n / 16 for scales
+    FP8 weights        n of linear layers and n for their transposes (`--fp8_param_gather`), no copies
     gradients          4 n of what trains (`grad_reduce_in_fp32`); 2 n with main_grads_dtype bf16
     main weights       4 n in half precision; with the precision-aware optimizer and bfloat16 2 n (the remainder)
     Adam's moments     8 n, 2 n less for each in bf16; SGD with momentum 4 n
@@ -23,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 
 from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.engine.options.optimizer_checks import uses_distributed_optimizer
@@ -58,7 +60,8 @@ class HeldBytes:
     host: int = 0
     """Optimizer states in host memory; not on the device."""
     fp8_copies: int = 0
-    """Weights of FP8 products and their transposes, which Transformer Engine keeps between micro-batches."""
+    """Weights of FP8 products and their transposes, which Transformer Engine keeps between micro-batches; of weights
+    that are FP8 themselves the transposes."""
     reference: int = 0
     """Weights of the reference of preference learning, a copy of all tensors of the model."""
 
@@ -93,17 +96,16 @@ def held_bytes(options: StepOptions, dtype: str, layout: Layout, chunks: Sequenc
     total = HeldBytes(weights=frozen, fp8_copies=_fp8_copies(options.model, chunks))
     total += _reference(options, width, chunks)
     largest = 0
-    for buffer in _gradient_buffers(layout, chunks):
+    for buffer in gradient_buffers(options.model, layout, chunks):
         elements = buffer.padded if sharded else buffer.elements
         own = elements // buffer.replicas if sharded else elements
-        weight_width = 4 if buffer.float32 else width
         own_main = float32_main_bytes(o) if buffer.float32 else main
         total += HeldBytes(
-            weights=weight_width * elements,
+            weights=buffer.weight_bytes(width) * elements,
             gradients=(4 if buffer.float32 else gradient_width) * elements,
             main_weights=own_main * own,
             moments=moments * own - int(fraction * moments * own),
-            first_values=weight_width * buffer.restored,
+            first_values=buffer.weight_bytes(width) * buffer.restored,
             host=int(fraction * moments * own),
         )
         largest = max(largest, min(own, buffer.largest))
@@ -129,6 +131,8 @@ def _fp8_copies(model: ModelConfig, chunks: Sequence[RankParameters]) -> int:
     if model.fp8_format is None:
         return 0
     elements = sum(n * p.elements for chunk in chunks for p, n in chunk.items() if p.product)
+    if model.fp8_param_gather:
+        return elements
     return 2 * elements + (elements // 16 if model.fp8_recipe == "mxfp8" else 0)
 
 
@@ -163,6 +167,13 @@ class _GradientBuffer:
     replicas: int
     restored: int
     float32: bool
+    fp8: bool
+
+    def weight_bytes(self, width: int) -> int:
+        """Bytes of a weight, where the model's have `width`."""
+        if self.fp8:
+            return 1
+        return 4 if self.float32 else width
 
     @property
     def elements(self) -> int:
@@ -185,12 +196,14 @@ def _rounded_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-def _gradient_buffers(layout: Layout, chunks: Sequence[RankParameters]) -> Iterator[_GradientBuffer]:
+def gradient_buffers(model: ModelConfig, layout: Layout, chunks: Sequence[RankParameters]) -> Iterator[_GradientBuffer]:
     """Megatron's DDP makes one for each chunk, kind of replicas and precision of the weights."""
     for chunk in chunks:
-        dense = layout.dp * layout.cp
-        for expert, float32, replicas in ((False, False, dense), (False, True, dense), (True, False, layout.edp)):
-            mine = [(p, n) for p, n in chunk.items() if p.trains and (p.expert, p.float32) == (expert, float32)]
+        for expert, float32, fp8 in product((False, True), repeat=3):
+            replicas = layout.edp if expert else layout.dp * layout.cp
+            kind = (expert, float32, fp8)
+            trained = ((p, n) for p, n in chunk.items() if p.trains)
+            mine = [(p, n) for p, n in trained if (p.expert, p.float32, model.fp8_param_gather and p.product) == kind]
             if mine:
                 yield _GradientBuffer(
                     tuple((p.elements, n) for p, n in mine if not p.shared),
@@ -198,4 +211,5 @@ def _gradient_buffers(layout: Layout, chunks: Sequence[RankParameters]) -> Itera
                     replicas,
                     sum(n * p.elements for p, n in mine if p.restored),
                     float32,
+                    fp8,
                 )

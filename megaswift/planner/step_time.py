@@ -245,7 +245,9 @@ class RunTime:
             self._updates[key] = max((self._stage_update(options, trained) for trained in self._trained), key=sum)
         return self._updates[key]
 
-    def _stage_update(self, options: StepOptions, trained: Mapping[bool, int]) -> tuple[float, float, float]:
+    def _stage_update(
+        self, options: StepOptions, trained: Mapping[bool, tuple[int, int]]
+    ) -> tuple[float, float, float]:
         o = options.optim
         machine = self.model.machine
         layout = self.run.layout
@@ -257,14 +259,16 @@ class RunTime:
         gather = 0.0
         optimizer = 0.0
         for expert, axes in ((False, "cp-dp"), (True, "edp")):
-            n = trained[expert]
-            own = n / layout.size(axes) if sharded else n
+            n, products = trained[expert]
+            ranks = layout.size(axes) if sharded else 1
+            own = n / ranks
+            weights = width * n - ((width - 1) * products if options.model.fp8_param_gather else 0)
             if sharded:
                 reduce += machine.seconds("reduce_scatter", gradient * n, layout, axes)
-                gather += machine.seconds("all_gather", width * n, layout, axes)
+                gather += machine.seconds("all_gather", weights, layout, axes)
             else:
                 reduce += machine.seconds("all_reduce", gradient * n, layout, axes)
-            traffic = gradient * n + own * (2 * gradient + 2 * main + width)
+            traffic = gradient * n + own * (2 * gradient + 2 * main) + weights / ranks
             on_host = o.optimizer_offload_fraction if o.optimizer_cpu_offload else 0.0
             optimizer += 2 * own * (gradient + moments) * on_host / (HOST_LINK * GIGA)
             optimizer += (traffic + 2 * own * moments * (1 - on_host)) / machine.memory_rate
@@ -276,13 +280,15 @@ def _elements(chunks: list[RankParameters]) -> int:
     return sum(parameter.elements * count for chunk in chunks for parameter, count in chunk.items())
 
 
-def _trained_elements(chunks: list[RankParameters]) -> dict[bool, int]:
-    """Elements of a stage's trained parameters, of experts (True) and others."""
-    found = {False: 0, True: 0}
+def _trained_elements(chunks: list[RankParameters]) -> dict[bool, tuple[int, int]]:
+    """(Elements of a stage's trained parameters, of those that FP8 products quantize), of experts (True) and others."""
+    found = {False: (0, 0), True: (0, 0)}
     for chunk in chunks:
         for parameter, count in chunk.items():
             if parameter.trains:
-                found[parameter.expert] += parameter.elements * count
+                n = parameter.elements * count
+                elements, products = found[parameter.expert]
+                found[parameter.expert] = elements + n, products + n * parameter.product
     return found
 
 

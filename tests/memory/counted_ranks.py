@@ -91,7 +91,19 @@ def _of_megatron(engine: Any) -> Held:
     found = tensor_memory_holders(torch.device("cpu"))
     counters = _counters(part.optimizer for part in optimizer_parts(engine.optimizer))
     copies = storages(_fp8_copies(m for c in engine.plain for m in c.modules()))
-    return Held(found.get(WEIGHTS, 0) + nf4, found.get(GRADIENTS, 0), found.get(OPTIMIZER, 0) - counters, copies)
+    beside = _beside_fp8_weights(p for c in engine.plain for p in c.parameters())
+    weights = found.get(WEIGHTS, 0) + nf4 - storages(beside)
+    copies += sum(t.nbytes for t in beside if t.dtype == torch.uint8)  # the test device's storages are whole blocks
+    return Held(weights, found.get(GRADIENTS, 0), found.get(OPTIMIZER, 0) - counters, copies)
+
+
+def _beside_fp8_weights(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The transposes of weights in FP8, and their float32 scales: the weights themselves lie in buffers."""
+    from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight
+
+    parts = [vars(p).items() for p in parameters if is_fp8_weight(p)]
+    names = ("_transpose", "_columnwise_data", "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
+    return [value for part in parts for name, value in part if name in names and value is not None]
 
 
 def _fp8_copies(modules: Iterable[torch.nn.Module]) -> Iterator[Tensor]:

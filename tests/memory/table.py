@@ -34,7 +34,7 @@ from megaswift.memory.activation_bytes import (
 )
 from megaswift.memory.layer_activations import mask_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
-from megaswift.memory.state_bytes import _gradient_buffers, float32_main_bytes, held_bytes, state_bytes_per_element
+from megaswift.memory.state_bytes import float32_main_bytes, gradient_buffers, held_bytes, state_bytes_per_element
 from megaswift.models.spec import ModelSpec
 from megaswift.parallel.checks import legal_layout
 from megaswift.parallel.constraints import LayoutRequest
@@ -328,7 +328,7 @@ def computed(row: TableRow, stage: int, imbalances: Sequence[float] = (), at_pea
         * ((float32_main_bytes(setup.options.optim) if buffer.float32 else main) + moments)
         * ranks
         // (buffer.replicas if sharded else 1)
-        for buffer in _gradient_buffers(layout, parameters)
+        for buffer in gradient_buffers(setup.options.model, layout, parameters)
     )
     peak = _peak(setup, stage, chunks, at_peak)
     return Computed(

@@ -145,6 +145,25 @@ def test_copies_of_weights_in_fp8(model: str, options: dict[str, Any], te_pool: 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
+    ("model", "text", "options"),
+    [
+        ("dense", "tp2 sp dp2 do", {"fp8_recipe": "tensorwise"}),
+        ("dense", "do", {"fp8_recipe": "delayed"}),
+        ("moe", "dp2 ep2 do", {"fp8_recipe": "blockwise"}),
+    ],
+    ids=str,
+)
+def test_weights_in_fp8(model: str, text: str, options: dict[str, Any], te_pool: Pool, folders: Path) -> None:
+    """A byte for each, in buffers of their own, and one for the transpose; gradients and main weights in float32."""
+    more = {**HALF, "fp8_format": "hybrid", "fp8_param_gather": True, **options}
+    run = CountedRun(f"dense {text} te", model_folder(folders / model, MODELS[model]), more)
+    ranks, (stage,) = counted(run, te_pool), computed(run)
+    assert set(ranks) == {held(stage)}
+    assert stage.fp8_copies and stage.weights < 2 * stage.fp8_copies
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
     "text", ["tp2 sp", *(pytest.param(text, marks=pytest.mark.slow) for text in ("single", "dp2 ep2", "pp2"))]
 )
 def test_latent_attention(text: str, pool: Pool, folders: Path) -> None:

@@ -171,6 +171,12 @@ def _is_plain_tensor(value: object) -> TypeGuard[Tensor]:
     return value.layout == torch.strided and value.device.type != "meta"
 
 
+def _parts(parameter: Tensor) -> Iterator[Tensor]:
+    """A parameter, or the tensors behind one whose class is not torch's: FP8 weights, a rank's own shard."""
+    parts = [parameter, *(value for name, value in vars(parameter).items() if name.startswith("_"))]
+    yield from filter(_is_plain_tensor, parts)
+
+
 def _tensors_by_kind(objects: list[object]) -> Iterator[tuple[str, Tensor]]:
     """(kind, tensor) of all modules and optimizers among `objects`.
 
@@ -178,9 +184,9 @@ def _tensors_by_kind(objects: list[object]) -> Iterator[tuple[str, Tensor]]:
     """
     for module in (cast(nn.Module, o) for o in objects if issubclass(type(o), nn.Module)):
         for parameter in module.__dict__.get("_parameters", {}).values():
-            if parameter is None or not _is_plain_tensor(parameter):
+            if parameter is None:
                 continue
-            yield WEIGHTS, parameter
+            yield from ((WEIGHTS, part) for part in _parts(parameter))
             for gradient in (parameter.grad, getattr(parameter, "main_grad", None)):
                 if _is_plain_tensor(gradient):
                     yield GRADIENTS, gradient
