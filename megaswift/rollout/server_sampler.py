@@ -8,30 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from megaswift.errors import ConfigError, Problem, first_line
+from megaswift.rollout.pieces import next_piece, with_piece
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import SamplingServer, SamplingServerPool, ServerError, default_server_urls
 from megaswift.rollout.sync_folders import WeightFolder
 
 ADAPTER = "megaswift-policy"
 """Name under which the servers hold a run's adapter."""
-
-
-PIECE = 64
-"""Tokens of a request of a completion that may be interrupted: servers finish what they have begun, and find the tokens
-before it in their prefix cache."""
-
-
-def piece_seed(seed: int, place: int) -> int:
-    """Return the seed of a piece that begins at token `place` of a completion: below 2^63, and `seed` of the first."""
-    return int(np.random.SeedSequence([seed, place]).generate_state(1, np.uint64)[0] >> 1) if place else seed
 
 
 class ServerSampler(ABC):
@@ -131,25 +120,16 @@ class ServerSampler(ABC):
         seeds: Sequence[int],
         stop: Callable[[], bool],
     ) -> list[Completion]:
-        """Requests of up to PIECE tokens of a completion, one after the other, until it ends or `stop` is true."""
+        """One piece of a completion after the other, until it ends or `stop` is true."""
 
-        def piece(server: SamplingServer, i: int) -> Completion:
+        def write(server: SamplingServer, i: int) -> Completion:
             written = begun[i]
-            while not written.finished and len(written.token_ids) < sampling.max_tokens and not stop():
-                place = len(written.token_ids)
-                some = replace(sampling, max_tokens=min(PIECE, sampling.max_tokens - place))
-                prompt = [*prompts[i], *written.token_ids]
-                answer = self.ask(server, self.settings(some), prompt, piece_seed(seeds[i], place))
-                more = self.completion(answer, some)
-                written = replace(
-                    written,
-                    token_ids=written.token_ids + more.token_ids,
-                    logprobs=written.logprobs + more.logprobs,
-                    finished=more.finished,
-                )
+            while (piece := next_piece(prompts[i], written, sampling, seeds[i])) is not None and not stop():
+                answer = self.ask(server, self.settings(piece.sampling), piece.prompt, piece.seed)
+                written = with_piece(written, self.completion(answer, piece.sampling))
             return written
 
-        return self.servers.complete(piece, len(prompts))
+        return self.servers.complete(write, len(prompts))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Writes the weights to the sync folder, from which every server loads them."""

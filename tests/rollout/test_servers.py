@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megaswift.errors import ConfigError, UserError
-from megaswift.rollout import server_client, server_sampler, sync_folders, vllm_package
+from megaswift.rollout import pieces, server_client, sync_folders, vllm_package
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import (
     Completion,
@@ -82,7 +82,7 @@ def test_interrupted_completions_are_those_of_one_call(
     kind: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces with seeds of their own, wherever the run stops between them; new weights write what follows."""
-    monkeypatch.setattr(server_sampler, "PIECE", 4)
+    monkeypatch.setattr(pieces, "PIECE", 4)
     nothing = [Completion((), (), False)] * 6
     with serving(KINDS[kind](model)) as url:
         made: Any = client(kind, model, url, sync_folder=tmp_path / "sync", batch_size=2)

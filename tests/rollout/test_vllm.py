@@ -1,13 +1,14 @@
 """What vLLM in process is asked, by a stand-in that takes the same calls: order and arguments. vLLM itself has not been
 run.
 
-Covers: megaswift/rollout/backends/vllm_sampler.py.
+Covers: megaswift/rollout/backends/vllm_sampler.py, megaswift/rollout/pieces.py.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from megaswift.config import load_config
 from megaswift.families import load_spec
+from megaswift.rollout import pieces
 from megaswift.rollout.backends.vllm_sampler import lora_rank_problems
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
 from megaswift.rollout.vllm_package import max_lora_rank_for
@@ -105,6 +107,24 @@ def test_a_seed_for_each_request_is_optional(vllm: None, tmp_path: Path, monkeyp
         made.update_weights([])
         made.generate([[1, 7], [2, 7]], SAMPLING, [31, 32])
         assert asked == ([31, 32] if seeded else [None, None])
+
+
+def test_completions_are_written_in_pieces(vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine answers with the first tokens of what it is asked; its log-probabilities are the seeds."""
+    monkeypatch.setattr(pieces, "PIECE", 2)
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    made.update_weights([])
+    sampling = replace(SAMPLING, max_tokens=5)
+    begun = [Completion((), (), False), Completion((4, 4, 4, 4), (-1.0,) * 4, False), Completion((7,), (-1.0,), True)]
+    asked = iter(range(9))
+    prompts = [[1, 2, 3], [5, 6, 7], [8, 8]]
+    once = made.extend(prompts, begun, sampling, [31, 32, 33], lambda: next(asked) > 0)
+    assert [c.token_ids for c in once] == [(1, 2), (4, 4, 4, 4, 5), (7,)] and once[0].logprobs == (-31.0, -31.0)
+    whole = made.extend(prompts, once, sampling, [31, 32, 33], bool)
+    assert whole[1:] == once[1:] and whole[0].token_ids == (1, 2, 1, 2, 1) and not whole[0].finished
+    assert len({*whole[0].logprobs}) == 3, "each piece has a seed of its own"
+    assert made.extend(prompts, begun, sampling, [31, 32, 33], bool) == whole
 
 
 def test_weights_come_before_caches_and_sleep_drops_both(

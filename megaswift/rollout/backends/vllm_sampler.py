@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megaswift.errors import Problem
+from megaswift.rollout.pieces import next_piece, with_piece
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import checked_completion
 from megaswift.rollout.vllm_package import RANKS, max_lora_rank_for, vllm_version_problem
@@ -160,6 +161,32 @@ class VllmSampler:
         with_adapter = {} if self.adapter is None else {"lora_request": self.adapter}
         outputs = self.llm.generate(requests, params, use_tqdm=False, **with_adapter)
         return [self._completion(request.outputs[0], sampling) for request in outputs]
+
+    def extend(
+        self,
+        prompts: Sequence[Sequence[int]],
+        begun: Sequence[Completion],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        stop: Callable[[], bool],
+    ) -> list[Completion]:
+        """All completions one piece further at a time, until they end or `stop` is true."""
+        written = [*begun]
+        while not stop():
+            pieces = {
+                i: piece
+                for i, prompt in enumerate(prompts)
+                if (piece := next_piece(prompt, written[i], sampling, seeds[i])) is not None
+            }
+            if not pieces:
+                break
+            for size in {piece.sampling.max_tokens for piece in pieces.values()}:
+                rows = [i for i, piece in pieces.items() if piece.sampling.max_tokens == size]
+                asked = [pieces[i] for i in rows]
+                found = self.generate([p.prompt for p in asked], asked[0].sampling, [p.seed for p in asked])
+                for i, more in zip(rows, found, strict=True):
+                    written[i] = with_piece(written[i], more)
+        return written
 
     def _completion(self, output: Any, sampling: SamplingParams) -> Completion:
         tokens = list(output.token_ids)

@@ -112,7 +112,6 @@ class RolloutConfig:
         False,
         "Send new weights within completions, which go on from their prefixes",
         tasks=RL,
-        only_with={"rollout_backend": ("transformers", *SERVERS)},
     )
     save_rollouts: str | None = option(
         None, "Folder for the tokens, rewards and seeds of every generation", tasks=RL, metavar="DIR"
