@@ -185,6 +185,7 @@ QUEUES: list[Any] = [
             ("lora", ("--train_type", "lora", "--lora_rank", 4, "--partial_rollouts", "true"), 1, "grpo"),
             ("greedy", ("--advantage_estimator", "remax", "--partial_rollouts", "true"), 1, "grpo"),
             ("ppo", ("--num_generations", 4), 1, "ppo"),
+            ("environment", ("--environment", "world.py:Count"), 1, "grpo"),
         )
     ),
 ]
@@ -195,6 +196,7 @@ def test_a_long_queue_keeps_the_bound(
     more: tuple[object, ...], ranks: int, task: str, folder: Path, tmp_path: Path
 ) -> None:
     """Draws by several versions of the weights, on ranks that finish at other times; a restart loses none."""
+    more = tuple(f"{folder}/{word}" if str(word).startswith("world.py") else word for word in more)
     options = ("--max_steps", 8, "--max_staleness", 3, "--save_steps", 3, *more)
     saved = ("--save_rollouts", tmp_path / "saved")
     out = trained(folder, tmp_path / "out", *options, *saved, ranks=ranks, task=task)

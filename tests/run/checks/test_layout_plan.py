@@ -87,6 +87,9 @@ def test_forecasts() -> None:
     assert forecast_text(pairs, spec, H100, 8).startswith("TP2 SP DP4, 4 micro-batches of 1: 62.9 GiB of 74.8 GiB")
     policy = run_of("qwen3-8b", task="grpo", reward_funcs=("length",), rollout_backend="vllm", tp=2, pp=2)
     assert "GiB of 74.8 GiB usable" in forecast_text(policy, spec, H100, 16)
+    for ahead in ({"max_staleness": 3}, {"async_generation": True}):
+        text = forecast_text(policy.replace(**ahead), spec, H100, 16)
+        assert "plans are for generation and training in turn" in text and "--" + next(iter(ahead)) in text
     student = run_of("qwen3-8b", task="gkd", teacher_model="t")
     assert forecast_text(student, spec, H100, 8).startswith("none, because --task gkd is not a task that plans cover")
     uncovered = run_of("qwen3-8b", cuda_graph_impl="local")
