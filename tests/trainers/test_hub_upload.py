@@ -124,10 +124,13 @@ def test_whole_checkpoints(strategy: str, places: set[str], tmp_path: Path, monk
             (step / "adapter").mkdir()
             (step / "engine" / "engine.json").write_text(str(n))
             (step / "adapter" / "adapter_config.json").write_text("{}")
+            (tmp_path / "rollouts").mkdir(exist_ok=True)
+            (tmp_path / "rollouts" / f"{n}.safetensors").write_text("saved by --save_rollouts")
             upload.after_save(step, n)
+        upload.at_end(tmp_path / "step-2" / "adapter", 2)
     assert hub.branches == [("org/m", "trial")] and set(hub.revisions) <= {"trial"}
     files = hub.files["org/m"]
     assert {name.partition("/")[0] for name in files if "engine" in name} == places
-    assert ("adapter_config.json" in files) == bool(places)
+    assert "adapter_config.json" in files and not any("rollouts" in name for name in files)
     newest = sorted(places)[-1:]
     assert all(files[f"{place}/engine/engine.json"] == b"2" for place in newest)

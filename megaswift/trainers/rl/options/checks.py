@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from megaswift.bridge.adapters.options.checks import base_quantization_bits, non_lora_peft_method_of
 from megaswift.config.rule import ConflictingOptions, Test
@@ -27,12 +29,22 @@ from megaswift.trainers.rl.options.derived import (
 
 ALONE = 2
 """Completions of a prompt that a comparison within its group takes."""
+UPLOADED = ("hf", "adapter", "checkpoints")
+"""Folders of a run's output that a hub may get."""
 REINFORCES = ("cispo", "vespo")
 """Loss types whose ratio carries no gradient, so that each token keeps its own advantage."""
 
 
 def _rl(test: Test) -> Test:
     return lambda c: c.task in RL and test(c)
+
+
+def _saves_among_uploads(c: Sections) -> bool:
+    if c.rollout.save_rollouts is None:
+        return False
+    saved = Path(os.path.abspath(c.rollout.save_rollouts))
+    run = Path(os.path.abspath(c.checkpoint.output_dir))
+    return any(saved.is_relative_to(run / name) for name in UPLOADED)
 
 
 def _overlong(c: Sections) -> bool:
@@ -287,6 +299,12 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.rollout.save_rollouts is not None and c.rollout.replay_rollouts is not None,
         "is not supported with replay_rollouts, whose folder has these generations",
         "leave out --save_rollouts",
+    ),
+    ConflictingOptions(
+        ("save_rollouts", "output_dir"),
+        _saves_among_uploads,
+        "is inside a folder of the run whose files --push_to_hub uploads",
+        "--save_rollouts OUT/rollouts, beside the weights and checkpoints of the run",
     ),
     ConflictingOptions(
         ("replay_rollouts", "val_dataset", "split_dataset_ratio"),

@@ -158,6 +158,7 @@ CLASHING = [
     ("partial_rollouts", "--partial_rollouts"),
     ("partial_rollouts", "--partial_rollouts --max_staleness 2 --environment e.py:E"),
     ("save_rollouts", "--save_rollouts d --replay_rollouts d"),
+    ("save_rollouts", "--save_rollouts out/checkpoints/rollouts --output_dir out/"),
     ("replay_rollouts", "--replay_rollouts d --val_dataset v.jsonl"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --environment e.py:E"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --max_staleness 1"),
