@@ -75,8 +75,12 @@ def _within(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
     return (ratio >= least) & (ratio <= most)
 
 
+DEPTHS = {"1k": (2**10, 2**12), "4k": (2**12, 2**14), "16k": (2**14, 2**16), "64k": (2**16, math.inf)}
+"""Tokens of context before a token, from and up to, by the name of a metric: a fault of positions grows with them."""
+ERROR = "sampling/token_mult_prob_error"
+KL = ("sampling/kl_sample_train_v1", "sampling/kl_sample_train_v2")
 LOGPROB_GAP = metrics_reported(
-    ("sampling/sampling_logp_difference/mean", "sampling/token_mult_prob_error"),
+    ("sampling/sampling_logp_difference/mean", ERROR, *(f"{ERROR}/{name}" for name in DEPTHS), *KL),
     largest=("sampling/sampling_logp_difference/max",),
 )
 """The names that `logprob_gap_metrics` reports."""
@@ -89,18 +93,25 @@ CORRECTION_WEIGHTS = metrics_reported(
 
 
 def logprob_gap_metrics(logprobs: Tensor, batch: Batch) -> dict[str, Metric]:
-    """Measure the mean and largest |difference|, and the mean of exp |difference|: the factor by which a token's
-    probability is off, 1 for none.
+    """Measure the mean and largest |difference|; the mean of exp |difference|, the factor by which a token's
+    probability is off, 1 for none, also by the tokens of context; and two estimates of KL(sampler || trainer).
 
-    The last one is NeMo-RL's.
+    The factor is NeMo-RL's. The estimates are tinker-cookbook's: the mean difference, and half the mean square.
     """
-    away = (logprobs.detach() - batch.fields["sampled"].to(logprobs.dtype)).abs()
-    known = (batch.loss_weights != 0) & ~away.isnan()
-    away = torch.where(known, away, 0.0)
+    apart = batch.fields["sampled"].to(logprobs.dtype) - logprobs.detach()
+    known = (batch.loss_weights != 0) & ~apart.isnan()
+    apart = torch.where(known, apart, 0.0)
+    away = apart.abs()
+    factor = _ratio(away)
+    context = batch.positions + 1
+    deep = {name: known & (context >= least) & (context < most) for name, (least, most) in DEPTHS.items()}
     return {
         "sampling/sampling_logp_difference/mean": token_mean_metric(away, known),
         "sampling/sampling_logp_difference/max": MaxMetric(away.max() if away.numel() else 0.0),
-        "sampling/token_mult_prob_error": token_mean_metric(_ratio(away), known),
+        ERROR: token_mean_metric(factor, known),
+        **{f"{ERROR}/{name}": token_mean_metric(factor, tokens) for name, tokens in deep.items()},
+        KL[0]: token_mean_metric(apart, known),
+        KL[1]: token_mean_metric(apart.square() / 2, known),
     }
 
 

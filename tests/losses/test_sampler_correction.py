@@ -102,6 +102,28 @@ def test_mult_prob_error_by_hand() -> None:
     assert metrics["sampling/token_mult_prob_error"] == pytest.approx(7 / 3)
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(4))
     assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(math.log(8) / 3)
+    assert metrics["sampling/kl_sample_train_v1"] == pytest.approx((math.log(4) - math.log(2)) / 3)
+    assert metrics["sampling/kl_sample_train_v2"] == pytest.approx((math.log(2) ** 2 + math.log(4) ** 2) / 6)
+    assert not any("_error/" in name for name in metrics), "all tokens have a short context"
+
+
+def test_mult_prob_error_by_the_tokens_of_context() -> None:
+    """Rows of 1,023, 1,024 and 70,000 tokens before the one that counts; a document's own, in a packed row too."""
+    b = data().part(slice(0, 3)).batch(True)
+    places = b.loss_weights.nonzero()[:3]
+    weights = torch.zeros_like(b.loss_weights)
+    positions = b.positions.clone()
+    sampled = b.fields["old"].clone()
+    for (row, place), context, factor in zip(places, (1023, 1024, 70_000), (2.0, 3.0, 5.0), strict=True):
+        weights[row, place] = 1.0
+        positions[row, place] = context - 1
+        sampled[row, place] -= math.log(factor)
+    b = replace(b, loss_weights=weights, positions=positions, fields={**b.fields, "sampled": sampled})
+    metrics = reduced([dict(logprob_gap_metrics(b.fields["old"], b))])
+    name = "sampling/token_mult_prob_error"
+    deep = {name: value for name, value in metrics.items() if "_error/" in name}
+    assert metrics[name] == pytest.approx(10 / 3)
+    assert deep == {f"{name}/1k": pytest.approx(3.0), f"{name}/64k": pytest.approx(5.0)}
 
 
 def test_a_sampler_that_agrees_is_not_corrected() -> None:
@@ -116,6 +138,8 @@ def test_a_sampler_that_agrees_is_not_corrected() -> None:
         "sampling/sampling_logp_difference/mean": 0,
         "sampling/sampling_logp_difference/max": 0,
         "sampling/token_mult_prob_error": 1,
+        "sampling/kl_sample_train_v1": 0,
+        "sampling/kl_sample_train_v2": 0,
     }
 
 
