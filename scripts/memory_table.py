@@ -29,6 +29,8 @@ from megaswift.models.weights.table import padded_vocabulary_size  # noqa: E402
 from scripts.page_blocks import replaced  # noqa: E402
 from tests.memory.table import (  # noqa: E402
     COUNTS,
+    HELD_OUT,
+    HELD_OUT_SEED,
     Counted,
     Errors,
     TableRow,
@@ -74,8 +76,9 @@ def errors_text(errors: Mapping[TableRow, Errors]) -> str:
         "| rows with | rows | weights, gradients, states | kept activations | peak of a step | within 2% | within 5% |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, belongs in GROUPS.items():
-        own = [error for row, error in errors.items() if belongs(row)]
+    groups = {name: [error for row, error in errors.items() if belongs(row)] for name, belongs in GROUPS.items()}
+    groups[f"rows of seed {HELD_OUT_SEED}"] = [errors_of(row, ranks) for row, ranks in read_counts(HELD_OUT).items()]
+    for name, own in groups.items():
         exact = all((e.weights, e.gradients, e.states) == (0, 0, 0) for e in own)
         steps = [e.step for e in own if e.step is not None]
         near = [f"{sum(abs(s) <= limit for s in steps) / len(steps):.0%}" if steps else "" for limit in (0.02, 0.05)]

@@ -93,8 +93,18 @@ def activation_moments(
             for moment, in_forward in _head_moments(setup, kept):
                 yield replace(moment, batches=forward if in_forward else backward)
         # the head, the final norm and later layers have had their backward pass
-        for moment, in_forward in _layer_moments(setup, chunk, kept - of_chunks[turn].final):
+        kept += _waiting_embedding_bytes(setup, chunk) - of_chunks[turn].final
+        for moment, in_forward in _layer_moments(setup, chunk, kept):
             yield replace(moment, batches=forward if in_forward else backward)
+
+
+def _waiting_embedding_bytes(setup: MicrobatchSetup, chunk: ModelChunk) -> int:
+    """The gradient that layers for multi-token prediction give to the model's own embedding: it waits for that of the
+    first layer."""
+    if not (setup.spec.mtp_layers and chunk.loss and chunk.embedding and setup.parts.full):
+        return 0
+    vocabulary = padded_vocabulary_size(setup.spec, setup.layout.tp) // setup.layout.tp
+    return setup.width * vocabulary * setup.spec.hidden_size
 
 
 def _left_over(setup: MicrobatchSetup, stage: int, chunk: ModelChunk, microbatches: int) -> tuple[int, int]:
@@ -145,31 +155,35 @@ def _head_moments(setup: MicrobatchSetup, kept: int) -> Iterator[tuple[Activatio
 
 
 def _layer_moments(setup: MicrobatchSetup, chunk: ModelChunk, kept: int) -> Iterator[tuple[ActivationBytes, bool]]:
-    """Yields the operations of the last layer of each kind in a chunk, and whether they are in a forward pass.
+    """Yields the operations of a chunk's layers, and whether they are in a forward pass; of each kind of layer where
+    most is kept.
 
     Args:
         kept: Bytes that all layers have kept.
     """
     modules = () if setup.options.model.recompute_granularity == "full" else recomputed_modules(setup)
-    done = set()
-    first = True
+    hidden = layer_input_bytes(setup)
+    most: dict[object, int] = {}
+    received = 0 if chunk.loss else hidden
     for layers, again in reversed(_groups(setup, chunk)):
-        own = layer_input_bytes(setup) if again else sum(_all_kept(setup, layer, modules) for layer in layers)
-        kinds = tuple(setup.parts.kind(layer, setup.spec) for layer in layers)
-        for number in range(0 if (kinds, again) in done else len(layers)):
-            passes = _passes(setup, layers[number], modules, again)
+        own = hidden if again else sum(_all_kept(setup, layer, modules) for layer in layers)
+        kinds = (again, *(setup.parts.kind(layer, setup.spec) for layer in layers))
+        for number in range(len(layers) if kept > most.get(kinds, 0) else 0):
             before = sum(_all_kept(setup, layer) for layer in layers[:number])
-            for one in passes:
+            for one in _passes(setup, layers[number], modules, again):
                 if again:
                     recomputed = before + one.kept - kept_input_bytes(setup, layers[0])
                     yield ActivationBytes(kept, recomputed, 0, one.working, 0), False
                 else:
                     yield ActivationBytes(kept - own + one.kept, 0, 0, one.working, 0), one.forward
-        done.add((kinds, again))
-        kept -= own
-        if first and not chunk.loss:  # the gradient from the next stage stays
-            kept += layer_input_bytes(setup)
-        first = False
+        most[kinds] = kept
+        if again and any(setup.spec.moe_layers[layer] for layer in layers):
+            kept += hidden  # dispatchers hold routing weights, and these the group's input and its gradient
+        else:
+            kept -= own
+        # the gradient from the next stage stays
+        kept += received
+        received = 0
 
 
 def _groups(setup: MicrobatchSetup, chunk: ModelChunk) -> list[tuple[list[int], bool]]:

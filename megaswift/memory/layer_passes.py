@@ -88,6 +88,8 @@ def layer_passes(setup: MicrobatchSetup, layer: int, recomputed: Sequence[str], 
     attention = kept_by_attention(setup, layer, "core_attn" in recomputed)
     block = kept_by_block(setup, layer)
     output = residual if again or {"mlp", "moe"} & set(recomputed) else 0
+    if "mlp" in recomputed and not setup.spec.moe_layers[layer]:
+        output += before  # the MLP's input, as it was given
     first = sum(attention.values())
     for op, kept in _kept_until(block, block_operations(setup, layer)):
         forward = op.forward + (residual if again else before) + before
@@ -218,7 +220,8 @@ def _experts(setup: MicrobatchSetup, layer: int) -> Iterator[Operation]:
     outputs = w * h * (2 * m if setup.sorts_tokens_twice or others else m)
     if layout.etp > 1:  # summed over ranks in float32
         outputs += 4 * h * (m + m // layout.etp)
-    forward = there + max(second.forward, outputs)
+    weighted = 0 if keeps_input(setup, layer, EXPERT_FC2) else w * rows * e
+    forward = there + max(second.forward + weighted, outputs)
     yield replace(second, forward=forward, backward=second.backward + others)
 
 
@@ -278,5 +281,10 @@ def _core(setup: MicrobatchSetup, layer: int) -> Operation:
     if spec.features.attention_softcap is not None:  # sums of the gradients of keys and values are in float32
         return Operation(CORE, 0, 2 * queries + 5 * min(SOFTCAP_CHUNK, scores) + 8 * keys)
     if spec.transformer.get("multi_latent_attention") and not setup.kernels.cuda:
-        return Operation(CORE, scores, 2 * scores + queries)
+        # the forward pass has a mask in float32 too, queries and keys of a run before they are scaled, and all three
+        # as they were given
+        width = spec.latent_queries // setup.layout.tp
+        given = w * setup.tokens * (2 * width + setup.head_width) if w < 4 else 0
+        forward = scores + 4 * seen + 2 * 4 * rows * setup.positions * width + given
+        return Operation(CORE, forward, 2 * scores + queries)
     return Operation(CORE, 0, 2 * queries + 2 * w * keys)

@@ -32,7 +32,7 @@ from megaswift.memory.activation_bytes import (
     passes_by_chunk,
     shared_angle_bytes,
 )
-from megaswift.memory.layer_activations import mask_bytes
+from megaswift.memory.layer_activations import layer_input_bytes, mask_bytes
 from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, ComputeKernels, MicrobatchSetup
 from megaswift.memory.state_bytes import float32_main_bytes, gradient_buffers, held_bytes, state_bytes_per_element
 from megaswift.models.spec import ModelSpec
@@ -80,6 +80,9 @@ EXPERT_MLPS = ("gpt_oss", "mixtral", "olmoe", "minimax_m2")
 
 
 COUNTS = Path(__file__).parent / "counts.jsonl"
+HELD_OUT = Path(__file__).parent / "held_out.jsonl"
+"""Rows of another seed on torch's layers, on up to four ranks."""
+HELD_OUT_SEED = 778
 
 
 @dataclass(frozen=True)
@@ -348,23 +351,27 @@ def _peak(setup: MicrobatchSetup, stage: int, chunks: list[ModelChunk], imbalanc
         return list(activation_moments(own, stage, some, setup.options.passes))
 
     everywhere = moments(statistics.mean(imbalances) if imbalances else 1.0)
-    model = setup.options.model
-    layers = [layer for chunk in chunks for layer in chunk.layers]
-    of_layer = dict(zip((i for i in layers if setup.spec.moe_layers[i]), imbalances, strict=False))
-    if not of_layer:
+    if not imbalances:
         return max(m.total for m in everywhere)
+    model = setup.options.model
     if model.recompute_granularity != "full" or model.recompute_method == "block":
         pairs = zip(everywhere, moments(imbalances[-1]), strict=True)
         return max(replace(last, kept=m.kept).total for m, last in pairs)
-    kept = max(m.kept for m in everywhere if m.recomputed)
+    # from the last group on: inputs of groups without experts are freed, to those with experts comes a gradient
+    (chunk,) = chunks
+    moe = setup.spec.moe_layers
+    of_layer = dict(zip((layer for layer in chunk.layers if moe[layer]), imbalances, strict=False))
     found = [m.total for m in everywhere if not m.recomputed]
+    hidden = layer_input_bytes(setup)
+    kept = moments(1.0, [replace(chunk, loss=False)])[0].kept
     every = model.recompute_num_layers or 1
-    for number, first in ((i, n) for i, chunk in enumerate(chunks) for n in range(0, len(chunk.layers), every)):
-        group = chunks[number].layers[first : first + every]
-        rows = [of_layer[layer] for layer in group if layer in of_layer] or [1.0]
-        alone = [replace(chunk, layers=group if i == number else range(0)) for i, chunk in enumerate(chunks)]
+    for first in reversed(range(0, len(chunk.layers), every)):
+        group = chunk.layers[first : first + every]
+        rows = [of_layer[layer] for layer in group if moe[layer]] or [1.0]
+        alone = [replace(chunk, layers=group)]
         pairs = zip(moments(statistics.mean(rows), alone), moments(rows[-1], alone), strict=True)
         found += [replace(last, kept=kept, recomputed=m.recomputed).total for m, last in pairs if m.recomputed]
+        kept += hidden if any(moe[layer] for layer in group) else -hidden
     return max(found)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.memory.table import (
     AXES,
+    HELD_OUT,
     Counted,
     Errors,
     TableRow,
@@ -30,6 +31,10 @@ KEPT = 0.01
 PEAK = 0.05
 NEAR = 0.02
 SHARE_NEAR = 0.95
+SHARE_OF_OTHERS = 0.9
+OUTSIDE = {("gpt_oss", "pp2 dp2 ep2 do"), ("gpt_oss", "cp2 dp2 do")}
+"""Rows of the other seed beyond the limits: experts of a rank with 528 to 1,022 rows, which the formulas take to be
+equal, and sinks of packed rows under context parallelism, of whose kept bytes 5% are missing."""
 DEFAULT = (
     TableRow("qwen3_next-mtp", "dp2 do", options={"torch_dtype": "bfloat16"}),
     TableRow("deepseek_v3", "tp2 sp", options={"train_type": "lora", "lora_rank": 8}),
@@ -65,6 +70,19 @@ def test_the_formulas_are_those_of_the_counted_runs() -> None:
     assert len(counts) >= 300
     steps = [abs(step) for row, ranks in counts.items() if (step := check(row, ranks).step) is not None]
     assert sum(step <= NEAR for step in steps) / len(steps) >= SHARE_NEAR
+
+
+def test_rows_of_another_seed() -> None:
+    """They do not decide what the formulas have: all but the named ones within 5%, and 90% within 2%."""
+    counts = read_counts(HELD_OUT)
+    assert len(counts) >= 60 and not set(counts) & set(read_counts())
+    steps = []
+    for row, ranks in counts.items():
+        errors = errors_of(row, ranks) if (row.family, row.layout) in OUTSIDE else check(row, ranks)
+        assert (errors.weights, errors.gradients, errors.states) == (0, 0, 0), row
+        assert errors.step is not None
+        steps.append(abs(errors.step))
+    assert sum(step <= NEAR for step in steps) / len(steps) >= SHARE_OF_OTHERS
 
 
 def test_rows_combine_the_choices() -> None:
