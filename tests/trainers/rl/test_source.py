@@ -127,7 +127,7 @@ def test_a_draw_that_is_under_way_stays_so() -> None:
     """A step takes no longer because the next generation is being sampled."""
     made, free = source(async_generation=True, **FOUR), threading.Event()
     samples: Any = made.parts.scheduler.generation
-    samples.until = lambda: free.wait(30)
+    samples.until = lambda: samples.asked and free.wait(30)  # from the second draw on
     for _ in range(4):
         made.mark()
         made.next()
