@@ -58,6 +58,9 @@ def main(argv: Sequence[str]) -> int:
         spec = described_model(cfg)
         engines = engines_to_compare(cfg, spec)
         plan = plan_run(cfg, spec, machine, given.gpus, wanted, given.expert_imbalance, engines)
+    if plan.rows and given.row > len(plan.rows):
+        rule = f"no such row: {len(plan.rows)} fit"
+        raise ConfigError(Problem(f"--row {given.row}", rule, f"--row {len(plan.rows)}"))
     report = PlanReport(plan, cfg, given.storage_gbps, global_batch_rows(cfg, given.gpus)[1])
     print(report.text(given.top, given.row))
     if given.output is not None:
@@ -123,10 +126,13 @@ def _problems(given: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--gpus", "is missing", "--gpus 8")
     if given.gpu is None:
         yield Problem("--gpu", "is missing", "--gpu h100")
-    for name in ("gpus", "gpus_per_node", "top", "row", "network_gbps", "storage_gbps", "expert_imbalance"):
+    for name in ("gpus", "gpus_per_node", "top", "row", "network_gbps", "storage_gbps"):
         value = getattr(given, name)
         if value is not None and value <= 0:
             yield Problem(f"--{name} {value}", "is not a positive number", f"--{name} 8")
+    if given.expert_imbalance < 1:
+        rule = "is less than 1, an even choice of experts"
+        yield Problem(f"--expert_imbalance {given.expert_imbalance:g}", rule, f"--expert_imbalance {IMBALANCE}")
     if given.gpus and 0 < given.gpus_per_node < given.gpus and given.gpus % given.gpus_per_node:
         rule = f"is no multiple of --gpus_per_node {given.gpus_per_node}"
         yield Problem(f"--gpus {given.gpus}", rule, f"--gpus {given.gpus // given.gpus_per_node * given.gpus_per_node}")

@@ -27,7 +27,7 @@ from megaswift.options.spelling import errors_as_typed
 from megaswift.options.values import option_value_text
 from megaswift.parallel.checks import legal_layout
 from megaswift.parallel.constraints import LayoutRequest
-from megaswift.parallel.hardware import planned_gpu
+from megaswift.parallel.hardware import Gpu, planned_gpu
 from megaswift.parallel.layout import PROCESSES, Layout
 from megaswift.parallel.model_shape import ModelShape
 from megaswift.parallel.pipeline_split import PipelineSplit, model_chunks_by_stage
@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         spec = described_model(cfg)
         layout = _layout(cfg, spec, given.world)
         batch_plan(cfg.train, layout.dp)
+    gpu = None if given.gpu is None else planned_gpu(given.gpu, given.hardware)
     ranks = _ranks(given.ranks)
     simulated, left_out = as_on_gpus(cfg)
 
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
     run = SimulatedRun(simulated, spec, layout, given.steps, left_out)
     traces = simulate(run, ranks or representatives(layout), log.info)
-    durations, unit, forecast = _times(given, cfg, spec, layout, run.passes)
+    durations, unit, forecast = _times(gpu, min(given.gpus_per_node, given.world), cfg, spec, layout, run.passes)
     title = f"{cfg.task} of {cfg.model.model} ({cfg.model.train_type}, {simulated.model.torch_dtype})"
     shown = Simulation(run, traces, min(given.gpus_per_node, given.world), title, durations, unit, forecast)
     print(shown.text())
@@ -98,6 +99,7 @@ def _parser() -> UserErrorArgumentParser:
         "--gpus_per_node", "--gpus-per-node", type=int, default=8, metavar="M", help="GPUs of a node (default: 8)"
     )
     parser.add_argument("--gpu", metavar="NAME", help="time the pipeline by the roofline of this GPU: h100, h200, ...")
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="figures of GPUs, as for megaswift plan")
     parser.add_argument("--output", metavar="FILE.json", help="write all calls, and a picture as FILE.png")
     return parser
 
@@ -180,7 +182,7 @@ def as_on_gpus(cfg: SwiftConfig) -> tuple[SwiftConfig, tuple[str, ...]]:
 
 
 def _times(
-    given: argparse.Namespace, cfg: SwiftConfig, spec: ModelSpec, layout: Layout, passes: int
+    gpu: Gpu | None, gpus_per_node: int, cfg: SwiftConfig, spec: ModelSpec, layout: Layout, passes: int
 ) -> tuple[Durations, str, str]:
     """The time of passes, its unit, and the memory by formulas, in words."""
     split = PipelineSplit.from_config(cfg.parallel)
@@ -190,14 +192,14 @@ def _times(
     covered = not list(uncovered_features(cfg.model, cfg.lora.adapters, False))
     parameters = TrainedModel.of(cfg.model, cfg.lora, spec, kernels).on(layout, split) if covered else None
     forecast = "" if parameters is None else estimate_text(parameters.estimate(options))
-    if given.gpu is None or parameters is None:
+    if gpu is None or parameters is None:
         layers = {(s, c): len(chunk.layers) for s, chunks in enumerate(stages) for c, chunk in enumerate(chunks)}
         return (
             lambda stage, p: layers[stage, p.chunk] * (1.0 if p.kind == "forward" else 2.0),
             "a layer's forward pass (backward: 2)",
             forecast,
         )
-    machine = Machine(planned_gpu(given.gpu, None), min(given.gpus_per_node, given.world))
+    machine = Machine(gpu, gpus_per_node)
     time = TimeModel(machine).on(parameters)
     seconds = {
         (s, c): time.of_chunk(options, chunk) for s, chunks in enumerate(stages) for c, chunk in enumerate(chunks)

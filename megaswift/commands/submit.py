@@ -108,6 +108,7 @@ def _parser() -> UserErrorArgumentParser:
     parser.add_argument(
         "--gpu", metavar="NAME", help="GPU in the table of megaswift plan (default: the cluster's gpu_type)"
     )
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="figures of GPUs, as for megaswift plan")
     parser.add_argument("--name", help="name of the job (default: that of the file)")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print what would be submitted")
     return parser
@@ -315,7 +316,7 @@ def _planned(given: argparse.Namespace, job: Job, cfg: SwiftConfig) -> tuple[Job
     from megaswift.run.checks.layout_plan import forecast_text, planned_layout, words_of
 
     world = job.nodes * job.processes_per_node
-    machine = Machine(planned_gpu(gpu), job.processes_per_node, cfg.model.fp8_format is not None)
+    machine = Machine(planned_gpu(gpu, given.hardware), job.processes_per_node, cfg.model.fp8_format is not None)
     if not auto and not describes_model(cfg):
         return job, cfg, f"forecast: none, because --model {cfg.model.model} is not on this machine"
     spec = described_model(cfg)

@@ -141,11 +141,12 @@ def gpu_of_device(name: str) -> Gpu | None:
     return next((gpu for gpu in GPUS if re.search(gpu.pattern, name)), None)
 
 
-def planned_gpu(name: str, hardware: Path | None = None) -> Gpu:
+def planned_gpu(name: str, hardware: Path | None = None, option: str = "--gpu") -> Gpu:
     """Returns the row of that name, with a file's changes.
 
     Args:
         hardware: A YAML file: name -> figures that differ, or all figures of a GPU of the user's own.
+        option: The option that names it; only `--gpu` has a file of figures beside it.
 
     Raises:
         ConfigError: No such row, or it lacks figures that a plan needs.
@@ -161,9 +162,10 @@ def planned_gpu(name: str, hardware: Path | None = None) -> Gpu:
             "is not in the table of GPUs" if gpu is None else "has no figures of products, memory or links in the table"
         )
         hint = did_you_mean_hint(short, known)
-        fix = f"{hint} Else add it in a file" if hint else f"one of {', '.join(known)}, or add it in a file"
-        fix += ": --hardware FILE"
-        raise ConfigError(Problem(f"--gpu {name}", rule, fix))
+        fix = hint or f"one of {', '.join(known)}"
+        if option == "--gpu":
+            fix += " Else add it in a file: --hardware FILE" if hint else ", or add it in a file: --hardware FILE"
+        raise ConfigError(Problem(f"{option} {name}", rule, fix))
     return gpu
 
 

@@ -75,6 +75,7 @@ def test_a_run(tmp_path: Path) -> None:
         ("Qwen/Qwen3-8B --world 8 --train_type qlora", ("qlora", "is not simulated")),
         ("Qwen/Qwen3-8B --world 8 --engine fsdp2", ("--engine fsdp2",)),
         ("Qwen/Qwen3-8B --world 8 --ranks 0,8", ("8 is no rank of 8",)),
+        ("Qwen/Qwen3-8B --world 8 --gpu h101", ("is not in the table of GPUs", "--hardware FILE")),
         ("Qwen/Qwen3-8B", ("--world", "is missing")),
         ("--world 8", ("needs a model or a run's file",)),
         ("Qwen/Qwen3-8B --world 0", ("is not a positive number",)),

@@ -47,6 +47,9 @@ def test_a_dry_run_prints_its_row(run: Path, capsys: pytest.CaptureFixture[str])
     assert "by roofline, not measured" in text and "#SBATCH --nodes=8" in text
     other = submit(capsys, "--cluster", "lab", "--nodes", "8", "--tp", "4", "--pp", "4", "--gpu", "h200")
     assert "of 132.4 GiB usable" in other
+    run.with_name("gpus.yaml").write_text("h100: {memory_gib: 70}\n")
+    ours = submit(capsys, "--cluster", "lab", "--nodes", "8", "--tp", "4", "--pp", "4", "--hardware", "gpus.yaml")
+    assert "of 66.2 GiB usable" in ours
 
 
 def test_what_cannot_fit_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,5 +69,5 @@ def test_rows_of_torch_engines() -> None:
     for other in ({"tp": 2}, {"engine": "megatron"}, {"fp8_format": "hybrid"}, {"task": "dpo"}):
         assert engines_to_compare(run_of("qwen3-8b", **other), spec) == ("megatron",)
     assert engines_to_compare(cfg, spec_of("qwen3-30b-a3b")) == ("megatron",)
-    (problem,) = plan_problems(run_of("qwen3-30b-a3b", engine="fsdp2"), spec_of("qwen3-30b-a3b"))
+    (problem,) = plan_problems(run_of("qwen3-30b-a3b", engine="fsdp2"), spec_of("qwen3-30b-a3b"), H100)
     assert "do not cover the family qwen3_moe" in problem.rule

@@ -22,14 +22,14 @@ from megaswift.memory.microbatch_setup import TORCH, TRANSFORMER_ENGINE, Compute
 from megaswift.memory.rollout_bytes import VLLM
 from megaswift.memory.torch_estimate import KINDS, uncovered_torch_runs
 from megaswift.models.spec import ModelSpec
-from megaswift.options.tasks import PLANNED, RL
+from megaswift.options.tasks import FITTED, PLANNED, RL
 from megaswift.options.values import option_value_text
 from megaswift.parallel.constraints import LayoutRequest
 from megaswift.parallel.hardware import Gpu, planned_gpu
 from megaswift.parallel.te_attention import te_unsupported_attention_features
 from megaswift.planner.machine import Machine
 from megaswift.planner.search import AXES, SPLIT, Plan, Question, Row, search
-from megaswift.run.checks.fit import estimate_text, micro_batch_options, settings_left_open
+from megaswift.run.checks.fit import estimate_text, micro_batch_options, settings_left_open, settings_text
 from megaswift.run.checks.model_spec import model_spec_for_task
 from megaswift.trainers.options.batch_sizes import batch_plan
 from megaswift.trainers.rl.options.derived import generations_per_prompt_of, samples_ahead
@@ -54,12 +54,15 @@ def planned_kernels(cfg: SwiftConfig, spec: ModelSpec) -> ComputeKernels:
     return ComputeKernels(linear, attention, dtype, True)
 
 
-def plan_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
+def plan_problems(cfg: SwiftConfig, spec: ModelSpec, machine: Machine) -> list[Problem]:
     """Report why a run cannot be planned."""
     problems = []
     if cfg.task not in PLANNED:
         fix = did_you_mean_hint(cfg.task, PLANNED) or f"one of {', '.join(PLANNED)}"
         problems.append(Problem(f"--task {cfg.task}", "is not a task that plans cover", fix))
+    if cfg.model.fp8_format is not None and machine.gpu.fp8_tflops is None:
+        rule = f"{machine.gpu.name} has no FP8 in the table of GPUs"
+        problems.append(Problem(f"--fp8_format {cfg.model.fp8_format}", rule, "another GPU, or leave it out"))
     engine = requested_engine(cfg)
     if engine in KINDS:
         if torch_runs := list(uncovered_torch_runs(cfg.task, cfg.model, cfg.lora, cfg.optim, spec)):
@@ -156,7 +159,7 @@ def plan_run(
     Raises:
         ConfigError: The formulas do not cover the run.
     """
-    if problems := plan_problems(cfg, spec):
+    if problems := plan_problems(cfg, spec, machine):
         raise ConfigError(problems)
     fixed = {name for name in (*AXES.values(), *SPLIT, "per_device_train_batch_size") if name in cfg.given}
     left_open = settings_left_open(cfg)
@@ -194,8 +197,12 @@ def row_text(row: Row, usable: int) -> str:
     )
 
 
-def too_large_problem(plan: Plan) -> Problem:
-    """Report that nothing fits, with what is nearest."""
+def too_large_problem(plan: Plan, advice: str = "") -> Problem:
+    """Report that nothing fits, with what is nearest.
+
+    Args:
+        advice: What to try first.
+    """
     q = plan.question
     what = f"{q.gpus} x {q.machine.gpu.name}"
     if not plan.too_large:
@@ -206,9 +213,8 @@ def too_large_problem(plan: Plan) -> Problem:
     rule = f"nothing fits {room}: {row.layout.describe()} needs {estimate_text(row.memory).removeprefix('estimate ')}"
     if row.communicators:
         rule += f", and communicators {bytes_text(row.communicators)}"
-    return Problem(
-        what, rule, "more GPUs, --train_type lora, or a shorter --max_length; megaswift plan shows the parts"
-    )
+    fix = "more GPUs, --train_type lora, or a shorter --max_length; megaswift plan shows the parts"
+    return Problem(what, rule, advice + fix)
 
 
 def planned_layout(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int) -> tuple[dict[str, Any], str]:
@@ -230,12 +236,22 @@ def forecast_text(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int
     Raises:
         ConfigError: It does not fit.
     """
-    if uncovered := plan_problems(cfg, spec):
-        return f"none, because {uncovered[0].what} {uncovered[0].rule}"
+    if uncovered := plan_problems(cfg, spec, machine):
+        return f"none ({uncovered[0].what}: {uncovered[0].rule})"
     plan = row_as_given(cfg, spec, machine, gpus)
     if not plan.rows:
-        raise ConfigError(too_large_problem(plan))
-    return row_text(plan.rows[0], plan.question.usable)
+        raise ConfigError(too_large_problem(plan, _fit_advice(cfg, spec, machine, gpus)))
+    row = plan.rows[0]
+    chosen = f", with {settings_text(row.settings)}" if row.settings else ""
+    return row_text(row, plan.question.usable) + chosen
+
+
+def _fit_advice(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int) -> str:
+    """Return what `--fit true` would choose; empty where it chooses nothing."""
+    if cfg.train.fit or cfg.task not in FITTED or requested_engine(cfg) not in (NATIVE, AUTO):
+        return ""
+    fitted = row_as_given(cfg.replace(fit=True), spec, machine, gpus).rows
+    return f"--fit true, which would choose {settings_text(fitted[0].settings)}; or " if fitted else ""
 
 
 def resolve_layout(cfg: SwiftConfig, gpus: int, gpus_per_node: int, tell: bool) -> tuple[SwiftConfig, list[str]]:
@@ -272,6 +288,6 @@ def _gpu(name: str | None) -> Gpu:
         if name is None:
             rule = "there is no CUDA device to choose a layout for"
             raise ConfigError(Problem("--layout auto", rule, "--planned_gpu h100"))
-        return planned_gpu(name)
+        return planned_gpu(name, option="--planned_gpu")
     device = torch.cuda.get_device_properties(0)
-    return replace(planned_gpu(name or device.name), memory_gib=device.total_memory / 2**30)
+    return replace(planned_gpu(name or device.name, option="--planned_gpu"), memory_gib=device.total_memory / 2**30)

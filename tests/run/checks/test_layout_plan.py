@@ -15,6 +15,8 @@ from megaswift.cli import main
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import ConfigError
 from megaswift.models.published.sizes import MODELS
+from megaswift.parallel.hardware import planned_gpu
+from megaswift.planner.machine import Machine
 from megaswift.planner.search import AXES
 from megaswift.run.checks.layout_plan import forecast_text, global_batch_rows, resolve_layout
 from tests.planner.questions import H100, run_of, spec_of
@@ -58,6 +60,9 @@ def test_a_machine_without_gpu_needs_a_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match="there is no CUDA device to choose a layout for") as error:
         resolve_layout(cfg, 8, 8, tell=True)
     assert error.value.problems[0].fix == "--planned_gpu h100"
+    with pytest.raises(ConfigError, match="--planned_gpu h101: is not in the table") as error:
+        resolve_layout(cfg.replace(planned_gpu="h101"), 8, 8, tell=True)
+    assert error.value.problems[0].fix == "did you mean h100?"
 
 
 def test_what_cannot_fit_is_refused_before_anything_starts(
@@ -82,7 +87,15 @@ def test_forecasts() -> None:
     assert text.startswith("TP2 SP DP4, 4 micro-batches of 1: 45.2 GiB of 74.8 GiB usable; by roofline")
     with pytest.raises(ConfigError, match="nothing fits 74.8 GiB usable"):
         forecast_text(run_of("qwen3-8b", recompute_granularity="none"), spec, H100, 8)
-    assert forecast_text(run_of("qwen3-8b", fit=True), spec, H100, 8).startswith("DP8, ")
+    with pytest.raises(ConfigError) as error:
+        forecast_text(run_of("qwen3-8b"), spec, H100, 8)
+    chosen = forecast_text(run_of("qwen3-8b", fit=True), spec, H100, 8)
+    settings = "--precision_aware_optimizer true --exp_avg_dtype bf16"
+    assert chosen.startswith("DP8, ") and chosen.endswith(f"%, with {settings}")
+    fix = error.value.problems[0].fix
+    assert fix and fix.startswith(f"--fit true, which would choose {settings}; or more GPUs")
+    a100 = Machine(planned_gpu("a100"), 8)
+    assert "hybrid: a100 has no FP8" in forecast_text(run_of("qwen3-8b", fp8_format="hybrid"), spec, a100, 8)
     pairs = run_of("qwen3-8b", task="dpo", tp=2, global_batch_size=16)
     assert forecast_text(pairs, spec, H100, 8).startswith("TP2 SP DP4, 4 micro-batches of 1: 62.9 GiB of 74.8 GiB")
     policy = run_of("qwen3-8b", task="grpo", reward_funcs=("length",), rollout_backend="vllm", tp=2, pp=2)
@@ -91,7 +104,7 @@ def test_forecasts() -> None:
         text = forecast_text(policy.replace(**ahead), spec, H100, 16)
         assert "plans are for generation and training in turn" in text and "--" + next(iter(ahead)) in text
     student = run_of("qwen3-8b", task="gkd", teacher_model="t")
-    assert forecast_text(student, spec, H100, 8).startswith("none, because --task gkd is not a task that plans cover")
+    assert forecast_text(student, spec, H100, 8).startswith("none (--task gkd: is not a task that plans cover)")
     uncovered = run_of("qwen3-8b", cuda_graph_impl="local")
     assert "does not cover --cuda_graph_impl" in forecast_text(uncovered, spec, H100, 8)
     hybrid = spec_of("qwen3-next-80b-a3b")
