@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from threading import Event
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from megaswift import distributed
 from megaswift.data.prompts.source import Prompt, PromptSource
 from megaswift.engine.protocol import Engine
+from megaswift.errors import UserError
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.rl.draw_queue import DrawQueue, QueuedDraw
 from megaswift.trainers.rl.generation import CompletionGenerator
@@ -87,6 +89,8 @@ class Draw:
     """This rank's completions, as far as they were written when the sampler was last interrupted."""
     completions: list[Completion] | None = None
     """Those of all ranks, once they are gathered."""
+    failed: bool = False
+    """Whether it has no completions because sampling failed on some rank; a resumed run draws its prompts again."""
 
 
 @dataclass
@@ -187,12 +191,17 @@ class CompletionSamplingScheduler:
         """Stop the sampler for the length of the block; the draws under way then go on from what is written.
         Collective."""
         missing = [number for number, draw in self.under_way.items() if not draw.present()]
+
+        def wait() -> None:
+            for number in missing:
+                self.under_way[number].share()
+
         self._stop.set()
-        for number in missing:
-            self.under_way[number].share()
-        self._stop.clear()
         if self.queue.writing:
-            distributed.barrier()  # ranks may share servers, which get the weights from one of them
+            # Until every rank has stopped: ranks may share servers, which get the weights from one of them.
+            with self.marking_failures():
+                distributed.run_and_gather_on_all_ranks(wait)
+        self._stop.clear()
         yield
         for number in missing:
             self.submit(number, self.under_way[number])
@@ -204,15 +213,32 @@ class CompletionSamplingScheduler:
 
     def gather(self, numbers: Sequence[int]) -> None:
         """Wait for draws, and gather their completions on every rank. Collective."""
-        for queued in self.queue.draws:
-            draw = self.under_way[queued.number]
-            if queued.number in numbers and draw.completions is None:
-                draw.completions = self.generation.gather(draw.share)
+        with self.marking_failures():
+            for queued in self.queue.draws:
+                draw = self.under_way[queued.number]
+                if queued.number in numbers and draw.completions is None:
+                    draw.completions = self.generation.gather(draw.share)
         self.queue.finished(numbers)
+
+    @contextmanager
+    def marking_failures(self) -> Iterator[None]:
+        """Mark the draws without completions as failed if the block raises an error that all ranks raise."""
+        try:
+            yield
+        except UserError:
+            for draw in self.under_way.values():
+                draw.failed = draw.completions is None
+            raise
 
     def settle(self) -> None:
         """Wait for all draws that are under way. Collective."""
         self.gather([*self.under_way])
+
+    def settle_usable(self) -> None:
+        """Wait for all draws that are under way, and only mark those that fail: the error is raised where a draw is
+        used. A run that ends by it can still save its position. Collective."""
+        with suppress(UserError):
+            self.gather([number for number, draw in self.under_way.items() if not draw.failed])
 
     def take_prompts(self) -> list[Prompt]:
         """Take the prompts of the next draw, each once for each completion."""
@@ -241,7 +267,7 @@ class CompletionSamplingScheduler:
 
         def back() -> None:
             if self.under_way.keys() - draws.keys():
-                self.settle()  # the sampler is idle before other draws begin
+                self.settle_usable()  # the sampler is idle before other draws begin
             self.under_way = dict(draws)
             self.queue.draws = [replace(draw) for draw in queued]
             self.prompts.load_state_dict(prompts)
@@ -249,11 +275,12 @@ class CompletionSamplingScheduler:
         return back
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the draws that are under way, and return them. Collective."""
-        self.settle()
-        pending = [(queued, self.under_way[queued.number]) for queued in self.queue.draws]
+        """Wait for the draws that are under way, and return those before the first that failed. Collective."""
+        self.settle_usable()
+        queue = [(queued, self.under_way[queued.number]) for queued in self.queue.draws]
+        pending = [*takewhile(lambda entry: not entry[1].failed, queue)]
         return {
-            "before": pending[0][1].before if pending else self.prompts.state_dict(),
+            "before": queue[0][1].before if queue else self.prompts.state_dict(),
             "draws": [
                 {
                     "number": queued.number,
@@ -267,7 +294,7 @@ class CompletionSamplingScheduler:
     def load_state_dict(self, state: Mapping[str, Any], due: int) -> None:
         """Restore the queue and the position of the prompts. Draws of another size, or too old for this run at the
         step `due` at which the next generation begins, are left out: their prompts are drawn again. Collective."""
-        self.settle()
+        self.settle_usable()
         self.under_way = {}
         self.queue.draws = []
         self.queue.version = -1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaswift.errors import Problem, RewardError
 from megaswift.trainers.rl.generation import completion_seeds
 from megaswift.trainers.rl.source import RolloutSource
 from tests.losses import trainers
@@ -121,6 +123,63 @@ def test_a_source_goes_back(further: int, taken: int, options: dict[str, Any]) -
     assert json.dumps(made.state_dict()) == json.dumps(whole.state_dict())
     for _ in range(6):
         assert told(whole.next()) == told(made.next())
+
+
+@pytest.mark.parametrize("options", [{}, {"async_generation": True}, {"max_staleness": 8}], ids=str)
+def test_a_run_that_sampling_ends_can_be_saved(options: dict[str, Any]) -> None:
+    """Nothing is sampled again on the way back, and a resumed run has the completions of a run without the error."""
+    whole, made, resumed = (source(**FOUR, **options) for _ in range(3))
+    for _ in range(4):
+        whole.next()
+        made.next()
+    samples: Any = made.parts.scheduler.generation
+    made.parts.scheduler.settle()
+    calls = []
+
+    def fails(*arguments: Any) -> None:
+        calls.append(arguments)
+        raise RewardError(Problem("--environment w.py:W", "step failed"))
+
+    samples.write = fails
+    with pytest.raises(RewardError, match="step failed"):
+        for _ in range(9):
+            back = made.mark()
+            made.next()
+            assert told(whole.next())
+    sampled = len(calls)
+    back()
+    resumed.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert len(calls) == sampled
+    for _ in range(6):
+        assert told(whole.next()) == told(resumed.next())
+
+
+def test_a_sampler_that_fails_when_it_is_interrupted() -> None:
+    """The other draws, which have stopped within their completions, are not saved as if they were complete."""
+    made = source(max_staleness=12, **FOUR)
+    scheduler = made.parts.scheduler
+    scheduler.queue.interrupts = True
+    scheduler._threads = ThreadPoolExecutor(3)
+    samples: Any = scheduler.generation
+    sampled, stopped = samples.write, []
+
+    def stops(prompts: Any, number: int, *arguments: Any) -> Any:
+        if number < 2:
+            return sampled(prompts, number)
+        deadline = time.monotonic() + 5
+        while not scheduler._stop.is_set() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        stopped.append(number)
+        if number == 3:
+            raise RewardError(Problem("the server", "is gone"))
+        return sampled(prompts, number)[:1]
+
+    samples.write = stops
+    for _ in range(4):
+        made.next()
+    with pytest.raises(RewardError, match="the server: is gone"):
+        made.next()
+    assert sorted(stopped) == [2, 3] and made.state_dict()["queue"]["draws"] == []
 
 
 def test_a_draw_that_is_under_way_stays_so() -> None:
