@@ -285,6 +285,7 @@ class CompletionSamplingScheduler:
                 {
                     "number": queued.number,
                     "version": queued.version,
+                    "prompts": [prompt.number for prompt in draw.prompts],
                     "completions": [asdict(c) for c in draw.completions or ()],
                 }
                 for queued, draw in pending
@@ -292,8 +293,9 @@ class CompletionSamplingScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], due: int) -> None:
-        """Restore the queue and the position of the prompts. Draws of another size, or too old for this run at the
-        step `due` at which the next generation begins, are left out: their prompts are drawn again. Collective."""
+        """Restore the queue and the position of the prompts. Draws of other prompts than this run would take, or too
+        old for it at the step `due` at which the next generation begins, are left out: their prompts are drawn again.
+        Collective."""
         self.settle_usable()
         self.under_way = {}
         self.queue.draws = []
@@ -304,7 +306,7 @@ class CompletionSamplingScheduler:
             prompts = self.take_prompts()
             completions = [completion_from_dict(c) for c in saved["completions"]]
             age = due + place * self.queue.steps - saved["version"]
-            if len(completions) != len(prompts) or age > self.queue.most:
+            if saved.get("prompts") != [prompt.number for prompt in prompts] or age > self.queue.most:
                 self.prompts.load_state_dict(before)
                 break
             restored = Draw(before, prompts, lambda: [], lambda: True, completions=completions)

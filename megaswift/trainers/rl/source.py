@@ -27,6 +27,7 @@ from megaswift.data.prompts.collate import (
 from megaswift.data.prompts.images import PromptImages
 from megaswift.data.prompts.source import Prompt
 from megaswift.engine.protocol import Engine
+from megaswift.errors import CheckpointError, Problem
 from megaswift.losses.advantages import entropy_threshold
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.options.estimator_table import advantage_estimator_entry
@@ -325,7 +326,7 @@ class RolloutSource:
         return back
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with a generation that is not used up."""
+        """Return the position, with a generation that is not used up. Collective."""
         unused = self.completed if self.steps_taken < self.settings.steps else []
         return {
             "queue": self.parts.scheduler.state_dict(),
@@ -338,7 +339,16 @@ class RolloutSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the position."""
+        """Restore the position. CheckpointError where the checkpoint has none of the queue."""
+        if "queue" not in state:
+            raise CheckpointError(
+                Problem(
+                    "--resume_from_checkpoint",
+                    "the checkpoint has no queue of draws, so this version cannot restore the position in the prompts",
+                    "--ignore_data_skip true keeps weights and optimizer and starts with the first prompt; or use the "
+                    "version that saved it",
+                )
+            )
         self.generations = int(state["generations"])
         self.steps_taken = int(state["used"])
         self.steps_begun = int(state["steps"])

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaswift.errors import Problem, RewardError
+from megaswift.errors import CheckpointError, Problem, RewardError
 from megaswift.trainers.rl.generation import completion_seeds
 from megaswift.trainers.rl.source import RolloutSource
 from tests.losses import trainers
@@ -262,7 +262,15 @@ def test_a_queue_goes_on_where_it_was(most: int, taken: int) -> None:
     assert first.metrics["sampling/queue"] == (2 if most == 9 else most == 4)
 
 
-@pytest.mark.parametrize("other", [{"max_staleness": 4}, {}, {"max_staleness": 8, "generation_batch_size": 8}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"max_staleness": 4},
+        {},
+        {"max_staleness": 8, "generation_batch_size": 8},
+        {"max_staleness": 8, "num_generations": 4},
+    ],
+)
 def test_draws_that_do_not_fit_are_drawn_again(other: dict[str, int]) -> None:
     """A run that goes on with a smaller bound or generations of another size trains on each prompt once."""
     first, second = queued(8), source(**{**FOUR, **other})
@@ -274,10 +282,21 @@ def test_draws_that_do_not_fit_are_drawn_again(other: dict[str, int]) -> None:
     asked = []
     for _ in range(12):
         second.next()
-        asked += [r.prompt.number for r, _ in second.fresh[::2]]
+        asked += [r.prompt.number for r, _ in second.fresh[:: other.get("num_generations", 2)]]
         if second.fresh:
             assert second.metrics.get("sampling/staleness_max", 0) <= other.get("max_staleness", 0)
-    assert asked == [*range(24, 24 + len(asked))]
+    samples: Any = second.parts.scheduler.generation
+    assert asked == [*range(24, 24 + len(asked))] and samples.asked[0] == 3
+
+
+def test_a_checkpoint_without_a_queue_is_refused() -> None:
+    made = source(**FOUR)
+    made.next()
+    state = made.state_dict()
+    del state["queue"]
+    with pytest.raises(CheckpointError, match=r"has no queue of draws(.*\n)*.*--ignore_data_skip true") as error:
+        source(**FOUR).load_state_dict(state)
+    assert error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
