@@ -144,7 +144,7 @@ def combinations(
         _offload(now.optim, kernels, left_open),
         _micro_batches(now, left_open),
         _recomputation(now.model, spec, left_open),
-        _precision_aware(now.optim, kernels, left_open),
+        _precision_aware(now, kernels, left_open),
         _distributed(now, left_open),
     ]
     for combination in product(*levers):
@@ -188,11 +188,12 @@ def _distributed(now: StepOptions, left_open: Collection[str]) -> list[Settings]
     return [{}, {"distributed_optimizer": True}]
 
 
-def _precision_aware(o: OptimConfig, kernels: ComputeKernels, left_open: Collection[str]) -> list[Settings]:
+def _precision_aware(now: StepOptions, kernels: ComputeKernels, left_open: Collection[str]) -> list[Settings]:
     """Transformer Engine's Adam, which stores of bfloat16 weights what they lack; then with a bfloat16 moment, and with
-    bfloat16 gradients too."""
+    bfloat16 gradients too. Weights in FP8 need main weights of their own."""
+    o = now.optim
     able = kernels.linear == TRANSFORMER_ENGINE and kernels.dtype == "bfloat16" and o.optimizer == "adam"
-    if not able or o.optimizer_cpu_offload:
+    if not able or o.optimizer_cpu_offload or now.model.fp8_param_gather:
         return [{}]
     aware: Settings = {} if o.precision_aware_optimizer else {"precision_aware_optimizer": True}
     if aware and "precision_aware_optimizer" not in left_open:

@@ -18,7 +18,7 @@ from megaswift.models.published.sizes import MODELS
 from megaswift.parallel.hardware import planned_gpu
 from megaswift.planner.machine import Machine
 from megaswift.planner.search import AXES
-from megaswift.run.checks.layout_plan import forecast_text, global_batch_rows, resolve_layout
+from megaswift.run.checks.layout_plan import forecast_text, global_batch_rows, plan_run, resolve_layout
 from tests.planner.questions import H100, run_of, spec_of
 
 AUTO: dict[str, Any] = {"layout": "auto", "planned_gpu": "h100", "global_batch_size": 64}
@@ -78,6 +78,16 @@ def test_what_cannot_fit_is_refused_before_anything_starts(
     text = capsys.readouterr().err
     assert "2 x h100: nothing fits 74.8 GiB usable of a GPU" in text and "weights" in text
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_in_fp8_keep_their_own_main_weights() -> None:
+    """Neither a plan nor `--fit` chooses the precision-aware optimizer, with which a run refuses them."""
+    spec = spec_of("qwen3-8b")
+    cfg = run_of("qwen3-8b", fp8_format="hybrid", fp8_param_gather=True)
+    rows = plan_run(cfg, spec, H100, 8, 30).rows
+    assert rows and not any("precision_aware_optimizer" in row.settings for row in rows)
+    text = forecast_text(cfg.replace(fit=True), spec, H100, 8)
+    assert text.endswith("--recompute_granularity selective --recompute_modules mlp")
 
 
 def test_forecasts() -> None:
