@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -61,7 +61,7 @@ def _is_same_file(module: Any, path: Path) -> bool:
     return Path(getattr(module, "__file__", None) or "").resolve() == path.resolve()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
     """Code of the user's that runs now."""
 
@@ -128,8 +128,8 @@ class UserCodeClock:
         us."""
         call = self._calls.get(number)
         if call is not None:
-            ends = time.monotonic() + self.seconds if timed else float("inf")
-            self._calls[number] = replace(call, ends=ends)
+            # The entry stays as it is: another thread may have finished the call since.
+            call.ends = time.monotonic() + self.seconds if timed else float("inf")
 
     def finish(self, number: int) -> None:
         """Forget a call that has ended."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.base.user_code import CLOCK, convert_user_code_errors, import_user_file
+from megaswift.base.user_code import CLOCK, UserCodeClock, convert_user_code_errors, import_user_file
 from megaswift.errors import Problem, RewardError
 
 THEIRS = """
@@ -202,3 +202,17 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     files = [import_user_file(tmp_path / folder / "score.py", "--reward_funcs x") for folder in ("a", "b")]
     modules = [sys.modules[names["f"].__module__] for names in files]
     assert [module.f() for module in modules] == ["a", "b"]
+
+
+def test_a_call_that_ends_while_its_time_is_renewed_stays_ended() -> None:
+    """A thread renews it, another one finishes it: the clock would end the process for a call that has returned."""
+    clock = UserCodeClock()
+    number = clock.begin(lambda trace: RewardError(Problem("run", trace)), timed=False)
+
+    class Finishes(dict[int, Any]):
+        def get(self, key: int, default: Any = None) -> Any:
+            return self.pop(key, default)
+
+    clock._calls = Finishes(clock._calls)
+    clock.renew(number, True)
+    assert not clock._calls

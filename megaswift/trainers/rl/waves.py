@@ -127,10 +127,13 @@ class _Leader:
             self.begin_next(seat)
 
     def close(self) -> None:
-        """Let every thread end after the call that it makes, and refuse what the sampler is still asked for."""
+        """Let every thread end after the call that it makes, end the conversations, and refuse what the sampler is
+        still asked for."""
         self.closed = True
         for seat in self.seats:
             seat.calls.put(None)
+            if seat.talk is not None:
+                seat.talk.close()
         waiting = [*self.wave, *self.ready]
         with suppress(Empty):
             while True:
@@ -172,7 +175,7 @@ class _Leader:
     def ask(self, seat: _Seat, number: int, ask: Ask) -> Future[Completion]:
         """Ask the sampler for a turn of a conversation whose call is under way. Called in any thread."""
         answer: Future[Completion] = Future()
-        if self.single is not None:
+        if self.single is not None and not self.closed:
             arguments = (answer, partial(self.ask_single, number, ask), (seat, self.results))
             Thread(target=_settle, args=arguments, name="sampler request", daemon=True).start()
             return answer
@@ -256,6 +259,10 @@ def _settle(answer: Future[Any], call: Call, leader: tuple[_Seat, SimpleQueue[An
     """Make a call, and give its result to whoever waits for it. An error ends all conversations."""
     seat, results = leader
     try:
-        answer.set_result(call())
+        completion = call()
     except BaseException as error:  # raised again in the thread of the leader
         results.put((seat, None, error))
+        answer.cancel()
+        return
+    if answer.set_running_or_notify_cancel():
+        answer.set_result(completion)

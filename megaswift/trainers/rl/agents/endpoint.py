@@ -189,9 +189,10 @@ class AgentEndpoint:
         return app
 
     def _opened(self, name: str) -> _OpenSession:
-        if name not in self.sessions:
+        opened = self.sessions.get(name)  # sessions end in another thread
+        if opened is None:
             raise RequestRefused(404, "there is no such session, or it has ended", code="session_not_found")
-        return self.sessions[name]
+        return opened
 
 
 @functools.cache

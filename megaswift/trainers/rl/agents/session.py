@@ -92,8 +92,8 @@ class Session:
         """Requests that the model has not answered yet."""
 
     def begin(self, renew: Callable[[bool], None]) -> None:
-        """Tell that the agent has begun. `renew` gives its call time again, or any time while it waits for the
-        model. Called in the agent's thread, before its first request."""
+        """Note that the agent has begun. `renew` restarts the time limit of its call, or suspends it while the agent
+        waits for the model. Called in the agent's thread, before its first request."""
         self._renew = renew
 
     def ask(self, messages: Sequence[Message], tools: Any, most: int | None) -> tuple[Segment, Ask]:
@@ -135,7 +135,8 @@ class Session:
         """A seed that depends on what is asked, and on how often it was, and not on the order of requests."""
         digest = sha256(f"{self.seed} {[*context]}".encode()).digest()
         self._contexts[digest] += 1
-        return int.from_bytes(sha256(digest + bytes([self._contexts[digest] % 256])).digest()[:8], "big") >> 1
+        times = self._contexts[digest].to_bytes(8, "big")
+        return int.from_bytes(sha256(digest + times).digest()[:8], "big") >> 1
 
     def _continued(self, messages: Sequence[Message], tools: Any) -> Segment | None:
         """The segment whose history a request continues, with the tokens of the new messages."""
@@ -241,7 +242,7 @@ def _arguments(call: Any) -> Any:
     given = call["function"].get("arguments")
     try:
         found = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
     return found if isinstance(found, dict) else given
 

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -384,15 +385,29 @@ def test_packages_that_the_endpoint_needs(tokenizer: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", [Says, SaysSingle])
 def test_an_error_of_the_sampler_is_the_runs(kind: type[Says], tokenizer: Any) -> None:
+    """The agents' requests are refused at once, those that come later too."""
+    refused: list[tuple[int, int]] = []
+    done = threading.Semaphore(0)
+
     class Fails(kind):  # type: ignore[misc,valid-type]
         def one(self, *arguments: Any) -> Completion:
             raise ZeroDivisionError("the sampler")
 
     def run(prompt: Any, base_url: str, row: int) -> None:
-        client(base_url).chat.completions.create(model="m", messages=prompt)
+        codes = []
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError) as error:
+                client(base_url).chat.completions.create(model="m", messages=prompt)
+            codes.append(error.value.status_code)
+            time.sleep(0.2)
+        refused.append((codes[0], codes[1]))
+        done.release()
 
-    with pytest.raises(ZeroDivisionError, match="the sampler"):
+    with pytest.raises(ZeroDivisionError, match="the sampler") as failure:
         led(run, Fails(tokenizer, "one"), tokenizer, count=3)
+    assert all(done.acquire(timeout=10) for _ in range(3)), "an agent waits for an answer"
+    assert {first for first, _ in refused} <= {503, 404} and {second for _, second in refused} == {404}
+    assert failure.tb is not None and not agent_endpoint().sessions, "also while the error holds the conversations"
 
 
 @pytest.mark.parametrize(

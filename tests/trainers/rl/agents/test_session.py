@@ -73,6 +73,14 @@ def test_whatever_an_agent_edits(name: str) -> None:
     assert reasons["first"] == SESSIONS and {"edited", "rewound", "tools"} <= reasons.keys() <= {*REASONS}
 
 
+def test_each_time_that_the_same_is_asked_has_a_seed_of_its_own() -> None:
+    """However often: an agent may choose the best of hundreds of answers."""
+    tokenizer = tokenizer_of(next(iter(KINDS)))
+    session = Session(ChatTurns(tokenizer), SamplingParams(100), 0, None, None)
+    asked = [session.ask([_user("dialogue")], None, None)[1] for _ in range(600)]
+    assert len({(*ask.context,) for ask in asked}) == 1 and len({ask.seed for ask in asked}) == 600
+
+
 def check(segment: Segment, turns: list[tuple[Ask, Completion]]) -> None:
     """The tokens of a segment are its turns' contexts and completions."""
     ids = [*segment.prompt_ids, *segment.tokens]
