@@ -314,7 +314,8 @@ class CompletionSamplingScheduler:
             self.queue.draws.append(QueuedDraw(saved["number"], saved["version"], finished=True))
 
     def close(self) -> None:
-        """Stop the background threads, after the draws that they write."""
+        """Stop the background threads: at once if completions can be interrupted, else after the draws under way."""
+        self._stop.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 

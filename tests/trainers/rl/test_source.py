@@ -182,6 +182,26 @@ def test_a_sampler_that_fails_when_it_is_interrupted() -> None:
     assert sorted(stopped) == [2, 3] and made.state_dict()["queue"]["draws"] == []
 
 
+def test_a_run_that_ends_does_not_wait_for_completions_that_stop() -> None:
+    made = source(max_staleness=8, **FOUR)
+    scheduler = made.parts.scheduler
+    scheduler.queue.interrupts = True
+    samples: Any = scheduler.generation
+    waited: list[bool] = []
+
+    def share(prompts: Any, number: int, every: int, begun: Any, stop: Any) -> Any:
+        deadline = time.monotonic() + 5 * (number > 0)
+        while not stop() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        waited.append(not stop())
+        return samples.write(prompts, number)
+
+    samples.write_share = share
+    made.next()
+    scheduler.close()
+    assert waited[0] and waited[1:] in ([False], [])
+
+
 def test_a_draw_that_is_under_way_stays_so() -> None:
     """A step takes no longer because the next generation is being sampled."""
     made, free = source(async_generation=True, **FOUR), threading.Event()

@@ -33,8 +33,12 @@ FIRST_WAIT = 0.05
 def missing(url: str) -> Iterator[Problem]:
     """Yield the problems of an address, or of this machine."""
     flag = f"--environment openenv:{url}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        names_server = parts.scheme in ("http", "https") and bool(parts.netloc)
+    except ValueError:  # a bracket that is not closed
+        names_server = False
+    if not names_server:
         yield Problem(flag, "does not name a server", "--environment openenv:http://127.0.0.1:8000")
     if util.find_spec("openenv") is None:
         yield Problem(flag, "requires the package openenv", "pip install openenv")
@@ -92,7 +96,7 @@ class OpenEnvironment:
         self._renew: Callable[[bool], None] | None = None
 
     def begin_reset(self, renew: Callable[[bool], None]) -> None:
-        """Take what renews the time of a call of `reset`: waiting for a free session has any time."""
+        """Take what renews the time of a call of `reset`: waiting for a free session does not count."""
         self._renew = renew
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> str:
@@ -106,7 +110,6 @@ class OpenEnvironment:
             try:
                 await self.client.connect()
                 result = await self.client.reset(seed=seed, **columns)
-                self._time(True)
                 return f"\n\n{observation_text(result.observation)}"
             except RuntimeError as error:
                 await self.client.close()
@@ -114,6 +117,7 @@ class OpenEnvironment:
                     raise
             self._time(False)
             await asyncio.sleep(wait)
+            self._time(True)
             wait = min(2 * wait, 1.0)
 
     def _time(self, timed: bool) -> None:
