@@ -60,9 +60,7 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec, machine: Machine) -> list[P
     if cfg.task not in PLANNED:
         fix = did_you_mean_hint(cfg.task, PLANNED) or f"one of {', '.join(PLANNED)}"
         problems.append(Problem(f"--task {cfg.task}", "is not a task that plans cover", fix))
-    if cfg.model.fp8_format is not None and machine.gpu.fp8_tflops is None:
-        rule = f"{machine.gpu.name} has no FP8 in the table of GPUs"
-        problems.append(Problem(f"--fp8_format {cfg.model.fp8_format}", rule, "another GPU, or leave it out"))
+    problems += _without_fp8(cfg, machine)
     engine = requested_engine(cfg)
     if engine in KINDS:
         if torch_runs := list(uncovered_torch_runs(cfg.task, cfg.model, cfg.lora, cfg.optim, spec)):
@@ -79,6 +77,13 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec, machine: Machine) -> list[P
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "plan with a similar model, or without the option"))
     return problems
+
+
+def _without_fp8(cfg: SwiftConfig, machine: Machine) -> list[Problem]:
+    if cfg.model.fp8_format is None or machine.gpu.fp8_tflops is not None:
+        return []
+    rule = f"{machine.gpu.name} has no FP8 in the table of GPUs"
+    return [Problem(f"--fp8_format {cfg.model.fp8_format}", rule, "another GPU, or leave it out")]
 
 
 def global_batch_rows(cfg: SwiftConfig, gpus: int) -> tuple[int, bool]:
@@ -235,8 +240,10 @@ def forecast_text(cfg: SwiftConfig, spec: ModelSpec, machine: Machine, gpus: int
     """Write what the run's own layout needs and takes; of `--fit true` with the settings that it would choose.
 
     Raises:
-        ConfigError: It does not fit.
+        ConfigError: It does not fit, or computes in FP8 and the GPU does not.
     """
+    if impossible := _without_fp8(cfg, machine):
+        raise ConfigError(impossible)
     if uncovered := plan_problems(cfg, spec, machine):
         return f"none ({uncovered[0].what}: {uncovered[0].rule})"
     plan = row_as_given(cfg, spec, machine, gpus)
