@@ -33,7 +33,7 @@ class DrawQueue:
     """Whether the sampler takes weights within a draw, and goes on with them."""
     draws: list[QueuedDraw] = field(default_factory=list)
     version: int = -1
-    """Optimizer steps of the weights that the sampler has; -1: it has none."""
+    """Optimizer steps of the weights that the sampler has; -1: it has none, or they have no number."""
 
     @property
     def writing(self) -> bool:
@@ -60,6 +60,12 @@ class DrawQueue:
         """Note that the sampler has the weights of `step`."""
         assert self.interrupts or not self.writing, "the sampler is writing with other weights"
         self.version = step
+
+    def synchronized_unnumbered(self) -> None:
+        """Note that the sampler has weights that no draw begins with: an evaluation's. The run's steps are no number
+        for them, because with ignore_data_skip they are not those that the queue counts."""
+        assert not self.writing, "the sampler is writing with other weights"
+        self.version = -1
 
     def begun(self, number: int) -> None:
         """Note a draw that begins with the sampler's weights."""

@@ -53,7 +53,7 @@ class RewardEvaluationHook(IntervalLinesHook):
         began = time.perf_counter()
         self.scheduler.settle()
         with self.scheduler.lend_device(lambda _: nullcontext()):
-            self.scheduler.queue.synchronized(step.number)
+            self.scheduler.queue.synchronized_unnumbered()
             completions = self.scheduler.generation.write(self.prompts, APART + step.number)
         rollouts = self.scorer(
             self.prompts, completions, self.scheduler.generation.scored_completions(len(self.prompts))

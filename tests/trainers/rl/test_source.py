@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from megaswift.errors import CheckpointError, Problem, RewardError
+from megaswift.trainers.rl.evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.generation import completion_seeds
 from megaswift.trainers.rl.source import RolloutSource
 from tests.losses import trainers
@@ -200,6 +201,24 @@ def test_a_run_that_ends_does_not_wait_for_completions_that_stop() -> None:
     made.next()
     scheduler.close()
     assert waited[0] and waited[1:] in ([False], [])
+
+
+def test_a_generation_after_an_evaluation_gets_the_present_weights(tmp_path: Path) -> None:
+    """Also where the run has taken more steps than the source: it was resumed with ignore_data_skip."""
+    made = source(**FOUR)
+    scheduler = made.parts.scheduler
+    run: Any = SimpleNamespace(emit=lambda *_: None, total_steps=99)
+    prompts = [scheduler.prompts.prompts.read(i) for i in range(2)]
+    hook = RewardEvaluationHook(tmp_path / "eval.jsonl", prompts, (scheduler, made.parts.scorer), 2)
+    samples: Any = scheduler.generation
+    for step in (1, 2, 3, 4):
+        made.next()
+        if step == 2:
+            record: Any = SimpleNamespace(number=4, epoch=0.0)
+            hook.evaluate(run, record)
+    assert samples.synchronized == 2
+    made.next()
+    assert samples.synchronized == 3
 
 
 def test_a_draw_that_is_under_way_stays_so() -> None:
