@@ -45,6 +45,17 @@ class Count:
         return [{"role": "user", "content": "go on"}], sum(c.isdigit() for c in answer) / 10, self.turn == 2
 
 
+class Fails(Count):
+    """The same, for one pass over the prompts, each with four completions."""
+
+    seen = {}
+
+    def reset(self, prompt, number, **columns):
+        super().reset(prompt, number)
+        self.seen[number] = self.seen.get(number, 0) + 1
+        assert self.seen[number] <= 4, "the second pass"
+
+
 class Waits(Count):
     """The same; every third row takes its time."""
 
@@ -498,6 +509,24 @@ def test_an_environment_on_two_ranks(options: tuple[str, ...], folder: Path, tmp
     lines = read_lines(alone / "metrics.jsonl")
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5
     assert lines[0]["rewards/environment/mean"] == lines[0]["reward"]
+
+
+@pytest.mark.parametrize("options", [(), ("--async_generation", "true")], ids=str)
+def test_a_run_that_an_environment_ends_has_a_checkpoint(
+    options: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    """It goes on with another environment, and a synchronous run ends as it would have without the error."""
+    steps = ("--max_steps", 12, *options)
+    whole = trained(folder, tmp_path / "whole", *steps, judge="")
+    out = tmp_path / "out"
+    with pytest.raises(RankError, match="SystemExit: 2"):
+        trained(folder, out, *steps, judge="", world="Fails")
+    (saved,) = (out / "checkpoints").glob("step-*")
+    assert 0 < int(saved.name.removeprefix("step-")) < 12
+    trained(folder, out, *steps, "--resume_from_checkpoint", "latest", judge="")
+    assert [line["step"] for line in read_lines(out / "metrics.jsonl")] == [*range(1, 13)]
+    if not options:  # else the draw that failed begins again with later weights
+        assert_same_end(out, whole)
 
 
 def test_environments_that_are_awaited(folder: Path, tmp_path: Path) -> None:
