@@ -122,5 +122,5 @@ def count_text(count: float, noun: str, form: str = ",") -> str:
     text = format(count, form)
     if text == "1":
         return f"{text} {noun}"
-    ending = "es" if noun.endswith("s") else "s"
+    ending = "es" if noun.endswith(("s", "tch")) else "s"
     return f"{text} {noun}{ending}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaswift import log
 from megaswift.base.atomic_writes import atomic_file, write_atomically
 from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
@@ -73,8 +74,8 @@ class PlanReport:
             f"{q.gpus} x {gpu.name}, {q.machine.gpus_per_node} a node; {bytes_text(q.usable)} usable of "
             f"{gpu.memory_gib} GiB",
             f"a step: {_batch_text(q)}{said}{_scoring_text(q)}",
-            f"{self.plan.legal} legal layouts timed; memory of {self.plan.compared} of them computed, in "
-            f"{self.plan.combinations} combinations of micro-batch and settings",
+            f"{log.count_text(self.plan.legal, 'legal layout', '')} timed; memory of {self.plan.compared} of them "
+            f"computed, in {self.plan.combinations} combinations of micro-batch and settings",
             f"memory by the formulas of docs/memory.md; time by roofline from data sheets and {shares}, not measured",
         ]
         return "\n".join(lines)

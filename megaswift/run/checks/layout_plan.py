@@ -196,8 +196,9 @@ def options_of_row(cfg: SwiftConfig, row: Row) -> dict[str, Any]:
 def row_text(row: Row, usable: int) -> str:
     """Write a row in one line."""
     engine = "" if row.engine == NATIVE else f"{row.engine} "
+    batches = f"{log.count_text(row.passes, 'micro-batch', '')} of {row.rows}"
     return (
-        f"{engine}{row.layout.describe()}, {row.passes} micro-batches of {row.rows}: {bytes_text(row.needed)} of "
+        f"{engine}{row.layout.describe()}, {batches}: {bytes_text(row.needed)} of "
         f"{bytes_text(usable)} usable; by roofline, not measured: a step takes {row.time.total:.2f} s, "
         f"{row.tokens:.0f} tokens/s/GPU, bubble {row.time.bubble / row.time.total:.0%}"
     )
