@@ -6,7 +6,7 @@ Covers: megaswift/engine/storage_offload.py, megaswift/engine/megatron/offload.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 from megaswift import device_copy
 from megaswift.engine import storage_offload
 from megaswift.engine.storage_offload import StorageOffloader
+from megaswift.trainers.rl.draw_queue import DrawQueue
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 
 
-def test_dropped_storages_are_empty_and_come_back_as_zeros() -> None:
+def test_dropped_storages_are_empty_and_come_back_as_zeros(megatron: Any) -> None:
     buffer = torch.ones(1000)
     view, other = buffer[10:20].view(2, 5), torch.ones(7)
     parked = StorageOffloader()
@@ -99,10 +100,15 @@ class Recorded:
             raise OSError("no room")
         self.told.append("weights stream")
 
-    def write(self, prompts: Sequence[Any], number: int, greedy_every: int = 0) -> list[Any]:
-        """Completions."""
+    def write_share(self, prompts: Sequence[Any], number: int, *_: object) -> list[Any]:
+        """Completions of this rank."""
         self.told.append(f"generation {number} of {len(prompts)}")
         return []
+
+    @staticmethod
+    def gather(work: Callable[[], list[Any]]) -> list[Any]:
+        """There is no other rank."""
+        return work()
 
 
 @contextmanager
@@ -111,11 +117,12 @@ def untimed(_: str) -> Iterator[None]:
 
 
 def drawing_of(generation: Any, critic: bool = False) -> CompletionSamplingScheduler:
-    prompts: Any = SimpleNamespace(next=lambda: ["a", "b"])
+    prompts: Any = SimpleNamespace(next=lambda: ["a", "b"], state_dict=dict)
     return CompletionSamplingScheduler(
         prompts,
         generation,
         3,
+        DrawQueue(0, 1),
         sleeps=True,
         offloaded_parts=frozenset({"optimizer", "model"}),
         critic=generation.named("critic") if critic else None,
@@ -126,7 +133,7 @@ def test_the_order_on_a_shared_device() -> None:
     """Optimizer and gradients leave, the sampler wakes and gets weights, the model leaves, completions, sleep,
     everything back."""
     plain, with_critic = Recorded(), Recorded()
-    drawing_of(plain).draw(4, False, untimed)
+    drawing_of(plain).draw(4, 0, untimed)
     order = [
         "policy leaves: optimizer",
         "weights stream",
@@ -136,7 +143,7 @@ def test_the_order_on_a_shared_device() -> None:
         "policy is back",
     ]
     assert plain.told == order
-    drawing_of(with_critic, critic=True).draw(4, False, untimed)
+    drawing_of(with_critic, critic=True).draw(4, 0, untimed)
     assert with_critic.told == ["critic leaves: model optimizer", *order, "critic is back"]
 
 
@@ -144,5 +151,5 @@ def test_what_left_is_back_where_the_sampler_fails() -> None:
     """The run then ends with a checkpoint."""
     failing = Recorded(fails=True)
     with pytest.raises(OSError, match="no room"):
-        drawing_of(failing).draw(4, False, untimed)
+        drawing_of(failing).draw(4, 0, untimed)
     assert failing.told == ["policy leaves: optimizer", "sampler sleeps", "policy is back"]

@@ -1,6 +1,6 @@
 """Environments of OpenEnv: its own example server, unmodified, answers a run; mistakes have names.
 
-Covers: megaswift/trainers/rl/adapters/openenv.py, megaswift/trainers/rl/adapters/__init__.py.
+Covers: megaswift/trainers/rl/adapters/openenv.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Agents that ask the run's model over OpenAI's API, by OpenAI's client: token ids are kept and only continued, and an
 edited history begins a new segment.
 
-Covers: megaswift/trainers/rl/agents/endpoint.py, megaswift/trainers/rl/agents/session.py,
-megaswift/trainers/rl/agents/__init__.py.
+Covers: megaswift/trainers/rl/agents/endpoint.py, megaswift/trainers/rl/agents/session.py.
 """
 
 from __future__ import annotations
