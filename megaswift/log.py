@@ -33,7 +33,7 @@ EARLY_LINES = 1000
 
 
 class LogFile:
-    """What rank 0 has printed, with the time of each line."""
+    """Keeps what rank 0 has printed, with the time of each line."""
 
     def __init__(self) -> None:
         self.file: TextIO | None = None

@@ -85,7 +85,7 @@ class DecodingBatch:
         return logits
 
     def _image_inputs(self) -> dict[str, Tensor]:
-        """What the model reads beside the tokens of the different prompts; nothing where none has an image."""
+        """Return what the model reads beside the tokens of the different prompts; nothing where none has an image."""
         if self.images is None:
             return {}
         reader = self.images.reader

@@ -16,7 +16,7 @@ PIECE = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """What a sampler is asked for next."""
+    """The next request to a sampler."""
 
     prompt: list[int]
     sampling: SamplingParams

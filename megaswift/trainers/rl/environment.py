@@ -227,7 +227,7 @@ class EnvironmentWithNamedErrors:
         say: Callable[[str], UserError],
         began: Callable[[Callable[[bool], None]], None] = _ignore,
     ) -> Any:
-        """What a method returns, awaited where it is `async def`."""
+        """Call a method, await it where it is `async def`, and return its result."""
         if not inspect.iscoroutinefunction(inspect.unwrap(method.func)):
             with convert_user_code_errors(say) as renew:
                 began(renew)

@@ -52,8 +52,8 @@ def rollout_statistics(rollouts: Sequence[ScoredCompletion], group: int) -> dict
 
 
 def _agents(sessions: Sequence[MultiTurnCompletion]) -> dict[str, float]:
-    """Of agents: segments of a session, how many began for each reason, and the share of the model's tokens that are in
-    other segments than the one that is trained on."""
+    """Measure the segments of agents' sessions: how many a session has, how many began for each reason, and the share
+    of the model's tokens outside of the segment that is trained on."""
     if not sessions:
         return {}
     reasons = Counter(reason for session in sessions for reason in session.segments)

@@ -254,7 +254,7 @@ def _endpoint(flag: str) -> Any:
 
 
 def _of_session(session: Session, reward: float, flag: str) -> MultiTurnCompletion:
-    """What an agent's session has become: its longest segment."""
+    """Return the longest segment of an agent's session, which is trained on."""
     segment = session.trained()
     if segment is None:
         raise RewardError(Problem(flag, "run returned and has not asked the model for anything", "use its base_url"))

@@ -37,7 +37,8 @@ MOST_BYTES = 1 << 26
 UNSUPPORTED = ("stop", "logit_bias", "logprobs", "top_logprobs", "chat_template_kwargs")
 """Fields of a request that would change its tokens, or what is known of them. The run's own sampling settings take the
 place of temperature, top_p, penalties and seed."""
-BEGIN, END = "<tool_call>", "</tool_call>"
+BEGIN = "<tool_call>"
+END = "</tool_call>"
 
 
 @dataclass(frozen=True)

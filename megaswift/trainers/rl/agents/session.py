@@ -248,7 +248,7 @@ def _arguments(call: Any) -> Any:
 
 
 def _compared(message: Message) -> Any:
-    """What makes two messages the same. Clients may strip an answer; identifiers of calls are theirs."""
+    """Return what two equal messages share. Clients may strip an answer; identifiers of calls are theirs."""
     plain = _plain(message)
     content = plain["content"].strip() if plain["role"] == "assistant" else plain["content"]
     calls = [(call["function"]["name"], _arguments(call)) for call in plain.get("tool_calls", ())]
