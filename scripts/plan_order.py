@@ -4,9 +4,10 @@
     python scripts/plan_order.py --write    # also into docs/plan.md
 
 Each choice trains the same rows by Megatron-Core's layers in a process of its own, on one thread: micro-batches of
-several sizes, kinds of recomputation, rows that are padded or packed. Seconds are those of the processor, which other
-programs change little. The forecast has this machine's rates of products, attention and memory and its time for a
-launch, each measured alone. Two choices count where their measured times differ by more than a tenth.
+several sizes, kinds of recomputation, rows that are padded or packed. The choices take turns, one step each, so that a
+slow minute of the machine meets all of them; of a choice the fastest step counts, in seconds of the processor. The
+forecast has this machine's rates of products, attention and memory and its time for a launch, each measured alone. Two
+choices count where their measured times differ by more than a tenth.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -47,7 +49,10 @@ ROWS = 16
 """Rows of a step."""
 LENGTH = 256
 """Tokens of a row."""
-STEPS = 3
+ROUNDS = 5
+"""Steps of each choice."""
+READY = "ready "
+"""Begins the lines of a choice's process."""
 APART = 0.1
 
 
@@ -132,8 +137,9 @@ def configuration(folder: Path, choice: Choice) -> Any:
     )
 
 
-def measure(folder: Path, choice: Choice) -> float:
-    """Seconds of the processor for a step."""
+def take_turns(folder: Path, choice: Choice) -> None:
+    """Take a step for each line of the standard input, and print the seconds of the processor that it took. Prints a
+    line once it is ready."""
     from megaswift.engine.megatron.parallel_context import ParallelContext
     from megaswift.losses.sft import CrossEntropy
     from megaswift.models.family import family_of
@@ -145,12 +151,42 @@ def measure(folder: Path, choice: Choice) -> float:
     engine = native_engine(configuration(folder, choice), family_of(config).spec(config), context)
     engine.load_hf(folder)
     batches = microbatches(choice)
-    times = []
-    for _ in range(STEPS + 1):
+    engine.train_batch(batches, CrossEntropy(), 1e-4)
+    print(READY, flush=True)
+    for _ in sys.stdin:
         began = time.process_time()
         engine.train_batch(batches, CrossEntropy(), 1e-4)
-        times.append(time.process_time() - began)
-    return statistics.median(times[1:])
+        print(READY, time.process_time() - began, flush=True)
+
+
+def measured_seconds(folder: Path) -> list[float]:
+    """Return the seconds of the fastest step of each choice."""
+    with ExitStack() as running:
+        workers = []
+        for number in range(len(CHOICES)):
+            words = [sys.executable, __file__, "--measure", str(folder), str(number)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+            pipe = subprocess.PIPE
+            worker = subprocess.Popen(words, text=True, stdin=pipe, stdout=pipe, env=environment)
+            workers.append(running.enter_context(worker))
+            _answer(worker)
+        found = []
+        for _ in range(ROUNDS):
+            for worker in workers:
+                assert worker.stdin is not None
+                worker.stdin.write("step\n")
+                worker.stdin.flush()
+                found.append(float(_answer(worker)))
+        return [min(found[number :: len(CHOICES)]) for number in range(len(CHOICES))]
+
+
+def _answer(worker: subprocess.Popen[str]) -> str:
+    """What a worker says after READY; libraries print lines of their own."""
+    assert worker.stdout is not None
+    for line in worker.stdout:
+        if line.startswith(READY):
+            return line.removeprefix(READY)
+    raise RuntimeError(f"a choice ended with exit code {worker.wait()}")
 
 
 def seconds(work: Callable[[], object], times: int = 7) -> float:
@@ -234,19 +270,13 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.measure:
-        print(f"seconds {measure(Path(given.measure[0]), CHOICES[int(given.measure[1])])}")
+        take_turns(Path(given.measure[0]), CHOICES[int(given.measure[1])])
         return 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder)
         expected = forecasts(folder, CHOICES)
-        measured = []
-        for number in range(len(CHOICES)):
-            words = [sys.executable, __file__, "--measure", name, str(number)]
-            done = subprocess.run(
-                words, text=True, capture_output=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
-            measured.append(float(done.stdout.rsplit("seconds ", 1)[1]))
+        measured = measured_seconds(folder)
     lines, wrong = report(measured, expected)
     print("\n".join(lines))
     if given.write:
