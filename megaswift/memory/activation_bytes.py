@@ -20,7 +20,7 @@ from megaswift.memory.layer_activations import (
     layer_input_bytes,
     mask_bytes,
 )
-from megaswift.memory.layer_passes import PassBytes, kept_input_bytes, layer_passes
+from megaswift.memory.layer_passes import PassBytes, dense_layer_weight_bytes, kept_input_bytes, layer_passes
 from megaswift.memory.microbatch_setup import TORCH, MicrobatchSetup
 from megaswift.models.options.model import selective_recompute_modules
 from megaswift.models.spec import VOCABULARY
@@ -64,7 +64,33 @@ def activation_bytes(
     setup: MicrobatchSetup, stage: int, chunks: Sequence[ModelChunk], microbatches: int
 ) -> ActivationBytes:
     """Estimates the activations of a pipeline stage that holds these chunks; `microbatches` per optimizer step."""
-    return max(activation_moments(setup, stage, chunks, microbatches), key=lambda moment: moment.total)
+    moments = activation_moments(setup, stage, chunks, microbatches)
+    if setup.options.model.uses_cuda_graphs:
+        return _captured(setup, stage, chunks, microbatches, [*moments])
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _captured(
+    setup: MicrobatchSetup,
+    stage: int,
+    chunks: Sequence[ModelChunk],
+    microbatches: int,
+    moments: Sequence[ActivationBytes],
+) -> ActivationBytes:
+    """Return the bytes under CUDA graphs of layers, an upper bound. The graphs of all layers share one pool of memory,
+    which nothing else may use: the peak of the layers and that of all else add up.
+
+    Beside what the layers need without graphs, the pool has a buffer for the input of each chunk's pass in flight and
+    one for the gradient of its output, and the gradients of one layer's weights, which are copied out of the pool
+    unless they are added to main gradients (`transformer/cuda_graphs.py` of Megatron-Core).
+    """
+    layers = max(moment.kept + moment.recomputed + moment.working for moment in moments)
+    buffers = (passes_in_flight(setup, stage, microbatches) + 1) * layer_input_bytes(setup)
+    options = setup.options
+    fused = options.model.gradient_accumulation_fusion is not False and options.optim.main_grads_dtype == "fp32"
+    gradients = 0 if fused else 2 * dense_layer_weight_bytes(setup)
+    batches = max(moment.batches for moment in moments)
+    return ActivationBytes(layers, 0, max(moment.head for moment in moments), buffers + gradients, batches)
 
 
 def activation_moments(

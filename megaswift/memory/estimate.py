@@ -178,7 +178,7 @@ class RunParameters:
         sizes = (o.rows, o.shares_rows, o.objective, o.passes, o.max_length, o.lora_dropout)
         m = options.model
         recompute = (m.recompute_granularity, m.recompute_modules, m.recompute_method, m.recompute_num_layers)
-        key = (stage, *recompute, *sizes, options.optim.main_grads_dtype)
+        key = (stage, *recompute, *sizes, options.optim.main_grads_dtype, m.uses_cuda_graphs)
         if key not in self._activations:
             setup = MicrobatchSetup(options, self.spec, self.layout, self.kernels, self.parts)
             self._activations[key] = activation_bytes(setup, stage, self.stages[stage], options.passes)
@@ -218,6 +218,5 @@ def uncovered_features(m: ModelConfig, adapters: str | None, tp_comm_overlap: bo
         "attn_impl unfused": m.attn_impl == "unfused",
         "adapters": adapters if m.train_type != "full" else None,
         "tp_comm_overlap": tp_comm_overlap,
-        "cuda_graph_impl": m.uses_cuda_graphs,
     }
     yield from (f"--{name}" for name, given in options.items() if given)

@@ -258,6 +258,13 @@ def attention_operations(setup: MicrobatchSetup, layer: int) -> Iterator[Operati
         yield _norm(setup, BEHIND_ATTENTION, r * h)
 
 
+def dense_layer_weight_bytes(setup: MicrobatchSetup) -> int:
+    """Returns the bytes of the matrices of a layer with attention and an MLP, on this rank."""
+    h = setup.spec.hidden_size
+    f = setup.spec.ffn // setup.layout.tp
+    return setup.width * h * (joined_width(setup) + setup.head_width + first_width(setup, f) + f)
+
+
 def core_output_bytes(setup: MicrobatchSetup, layer: int) -> int:
     """Returns the bytes of what lies between attention and its output projection."""
     spec = setup.spec

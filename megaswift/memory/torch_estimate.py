@@ -37,6 +37,7 @@ def uncovered_torch_runs(
         "--fp8_format": model.fp8_format,
         "--torch_compile": model.torch_compile,
         "--use_liger": model.use_liger,
+        f"--cuda_graph_impl {model.cuda_graph_impl}": model.uses_cuda_graphs,
         f"--attn_impl {model.attn_impl}": model.attn_impl not in ("auto", "sdpa", "flash", "flash_3"),
         f"--recompute_granularity {model.recompute_granularity}": model.recompute_granularity == "selective",
     }

@@ -160,7 +160,8 @@ def combinations(
 
 def _recomputation(model: ModelConfig, spec: ModelSpec, left_open: Collection[str]) -> list[Settings]:
     as_it_is: list[Settings] = [{}]
-    if not {*RECOMPUTE} <= {*left_open} or model.recompute_granularity == "full":
+    fixed = model.recompute_granularity == "full" or model.uses_cuda_graphs
+    if fixed or not {*RECOMPUTE} <= {*left_open}:
         return as_it_is
     modules = tuple(name for name, kind in (("mlp", False), ("moe", True)) if kind in spec.moe_layers)
     selective = {"recompute_granularity": "selective", "recompute_modules": modules}

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
 from megaswift.memory.activation_bytes import (
+    ActivationBytes,
+    activation_bytes,
     activation_moments,
     kept_by_chunk,
     last_stage_head,
@@ -108,6 +110,43 @@ def test_operations_of_a_norm_and_of_attention_by_hand() -> None:
     found: dict[Any, Operation] = {op.after: op for op in attention_operations(ungated(CONFIG), 0)}
     assert found["attention norm 1/rms"].backward == 5 * 4 * 256 * 128
     assert found[CORE].backward == 2 * 256 * 4 * 64 * 4
+
+
+def captured(stages: int, **options: Any) -> tuple[ActivationBytes, list[ActivationBytes]]:
+    """The first of so many stages, of 8 micro-batches of 256 tokens on GPUs: under CUDA graphs, and its moments
+    without."""
+    family = family_of(CONFIG)
+    spec = family.spec(CONFIG)
+    layout = Layout(stages, pp=stages)
+    kernels = ComputeKernels(TRANSFORMER_ENGINE, TRANSFORMER_ENGINE, "bfloat16", True)
+    [chunks, *_] = model_chunks_by_stage(spec.num_layers, layout, PipelineSplit())
+    setups = []
+    for impl in ("local", "none"):
+        cfg = SwiftConfig(task="sft", model="model", pp=stages, cuda_graph_impl=impl, **ROWS, **options)
+        parts = TrainedParts.of(cfg.model, cfg.lora, family, spec)
+        setups.append(MicrobatchSetup(step_options(cfg, 1), spec, layout, kernels, parts))
+    return activation_bytes(setups[0], 0, chunks, 8), [*activation_moments(setups[1], 0, chunks, 8)]
+
+
+def test_what_cuda_graphs_hold_by_hand() -> None:
+    """Layers and the head cannot use each other's memory: their peaks add up. A stage with two micro-batches in flight
+    has buffers for two inputs and one gradient, of 256 tokens with 128 numbers each."""
+    hidden = 2 * 256 * 128
+    for stages, buffers in ((1, 2), (2, 3)):
+        found, moments = captured(stages)
+        layers = max(one.kept + one.recomputed + one.working for one in moments)
+        outside = max(one.head for one in moments) + max(one.batches for one in moments)
+        assert found.total == layers + outside + buffers * hidden
+        assert found.total > max(one.total for one in moments)
+
+
+def test_gradients_of_weights_in_cuda_graphs_by_hand() -> None:
+    """Those of a layer that are not added to main gradients are in the graphs' memory, and copied out of it: queries of
+    256 numbers, keys and values of as many, and an MLP of three matrices."""
+    (fused, _), (apart, _) = captured(1), captured(1, gradient_accumulation_fusion=False)
+    h, a, f = CONFIG["hidden_size"], 4 * 64, CONFIG["intermediate_size"]
+    kv = 2 * CONFIG["num_key_value_heads"] * 64
+    assert apart.working - fused.working == 2 * 2 * h * (a + kv + a + 3 * f)
 
 
 @pytest.fixture(scope="module")

@@ -205,8 +205,6 @@ def test_what_the_formulas_do_not_cover_is_named() -> None:
     assert list(uncovered_features(model, None, True)) == ["--tp_comm_overlap"]
     lora = SwiftConfig(task="sft", train_type="lora").model
     assert list(uncovered_features(lora, "folder", False)) == ["--adapters"]
-    captured = SwiftConfig(task="sft", cuda_graph_impl="local").model
-    assert list(uncovered_features(captured, None, False)) == ["--cuda_graph_impl"]
 
 
 @pytest.mark.parametrize("config", [DEEPSEEK_V3, GEMMA_2_2B], ids=lambda config: config["model_type"])

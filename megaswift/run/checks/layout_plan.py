@@ -14,6 +14,7 @@ from typing import Any
 from megaswift import log
 from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
+from megaswift.engine.options.cuda_graphs import cuda_graph_model_problems
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine, uses_model_parallelism
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.folders.source import locate_model
@@ -73,6 +74,7 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec, machine: Machine) -> list[P
     if cfg.task in RL and samples_ahead(cfg):
         what = "--async_generation true" if cfg.rollout.async_generation else "--max_staleness"
         problems.append(Problem(what, "plans are for generation and training in turn", "leave it out"))
+    problems += cuda_graph_model_problems(cfg, spec.transformer)
     if uncovered := list(uncovered_features(cfg.model, cfg.lora.adapters, cfg.parallel.tp_comm_overlap)):
         rule = f"the memory estimate does not cover {', '.join(uncovered)}"
         problems.append(Problem(f"--model {cfg.model.model}", rule, "plan with a similar model, or without the option"))
@@ -118,6 +120,8 @@ def planning_question(
     """
     cfg = with_planned_sampler(cfg)
     kernels = planned_kernels(cfg, spec)
+    if cfg.model.uses_cuda_graphs:
+        fixed = {*fixed, "context_parallel_size"}
     options = micro_batch_options(cfg, cfg.train.per_device_train_batch_size, 1)
     make = TrainedModel.with_critic if options.objective.critic else TrainedModel.of
     return Question(

@@ -18,6 +18,7 @@ from megaswift.models.published.sizes import MODELS
 from megaswift.parallel.hardware import planned_gpu
 from megaswift.planner.machine import Machine
 from megaswift.planner.search import AXES
+from megaswift.planner.settings import RECOMPUTE
 from megaswift.run.checks.layout_plan import forecast_text, global_batch_rows, plan_run, resolve_layout
 from tests.planner.questions import H100, run_of, spec_of
 
@@ -117,8 +118,13 @@ def test_forecasts() -> None:
         assert "plans are for generation and training in turn" in text and "--" + next(iter(ahead)) in text
     student = run_of("qwen3-8b", task="gkd", teacher_model="t")
     assert forecast_text(student, spec, H100, 8).startswith("none (--task gkd: is not a task that plans cover)")
-    uncovered = run_of("qwen3-8b", cuda_graph_impl="local")
-    assert "does not cover --cuda_graph_impl" in forecast_text(uncovered, spec, H100, 8)
+    uncovered = run_of("qwen3-8b", attn_impl="unfused")
+    assert "does not cover --attn_impl unfused" in forecast_text(uncovered, spec, H100, 8)
+    graphs = run_of("qwen3-8b", cuda_graph_impl="local", packing=False)
+    found = plan_run(graphs, spec, Machine(planned_gpu("h100"), 8), 16).rows
+    assert all(row.layout.cp == 1 and not {*RECOMPUTE} & {*row.settings} for row in found)
+    experts = run_of("qwen3-30b-a3b", cuda_graph_impl="local", packing=False)
+    assert "experts: the host reads" in forecast_text(experts, spec_of("qwen3-30b-a3b"), H100, 8)
     hybrid = spec_of("qwen3-next-80b-a3b")
     cfg = run_of("qwen3-next-80b-a3b", train_type="lora", ep=8, recompute_granularity="full")
     assert "GiB usable" in forecast_text(cfg, hybrid, H100, 8)
