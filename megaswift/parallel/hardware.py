@@ -63,6 +63,11 @@ class Gpu:
     source: str = ""
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability, of GPUs with FP8; None: not known."""
+        return CAPABILITIES.get(self.name)
+
+    @property
     def plannable(self) -> bool:
         """True if the row has every figure that a plan needs."""
         return None not in (self.bf16_tflops, self.link_gbs, self.memory_gib, self.hbm_gbs, self.network_gbs)
@@ -73,6 +78,13 @@ GENERATIONS = {
     **dict.fromkeys(("b200", "b300", "gb200", "gb300"), "blackwell"),
 }
 """GPUs with fitted shares -> their generation."""
+HOPPERS = ("h100", "h100-pcie", "h100-nvl", "h200", "h800", "h800-pcie", "h20", "gh200")
+CAPABILITIES = {
+    **dict.fromkeys(("l4", "l40", "l40s", "rtx4090"), (8, 9)),
+    **dict.fromkeys(HOPPERS, (9, 0)),
+    **dict.fromkeys(("b200", "b300", "gb200", "gb300"), (10, 0)),
+}
+"""GPUs with FP8 -> their compute capability, or the least of their generation."""
 FITTED: dict[tuple[str, str], Shares] = {
     ("hopper", "fp8"): Shares(0.70, 0.30, 0.95, 3.0),
     ("blackwell", "bf16"): Shares(0.39, 0.44, 0.64, 8.5),

@@ -142,7 +142,8 @@ def test_rules_that_layouts_break_are_named(capsys: pytest.CaptureFixture[str]) 
         (["qwen3-30b-a3b", *EIGHT, "--expert_imbalance", "0.5"], ["is less than 1", "--expert_imbalance 1.25"]),
         (["qwen3-8b", "--gpus", "8", "--gpu", "a100", "--fp8_format", "hybrid"], ["a100 has no FP8 in the table"]),
         (["qwen3-8b", *EIGHT, "--output", "plan.txt"], ["is not a file name ending in .json"]),
-        (["qwen3-8b", *EIGHT, "--cuda_graph_impl", "local"], ["does not cover --cuda_graph_impl"]),
+        (["qwen3-8b", *EIGHT, "--fp8_format", "e4m3", "--fp8_recipe", "mxfp8"], ["(Blackwell) or newer; h100 has 9.0"]),
+        (["qwen3-8b", *EIGHT, "--attn_impl", "unfused"], ["does not cover --attn_impl unfused"]),
     ],
     ids=lambda v: " ".join(v)[:40],
 )

@@ -35,7 +35,6 @@ from megaswift.engine.megatron.layers.implementation import (
     TORCH,
     LayerImplementationChoice,
     fp8_blockwise_sp_hidden_size_problems,
-    fp8_compute_capability_problems,
     fp8_width_problems,
 )
 from megaswift.engine.megatron.layers.moe.router import AuxLosses
@@ -66,6 +65,7 @@ from megaswift.engine.objective import (
     start_count_global_batch,
     states_at_labels,
 )
+from megaswift.engine.options.fp8_recipes import fp8_compute_capability_problems
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
 from megaswift.engine.reference_weights import ReferenceWeights

@@ -16,6 +16,7 @@ from megaswift.base.byte_size import bytes_text
 from megaswift.config import SwiftConfig
 from megaswift.engine.options.cuda_graphs import cuda_graph_model_problems
 from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine, uses_model_parallelism
+from megaswift.engine.options.fp8_recipes import fp8_compute_capability_problems
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint
 from megaswift.folders.source import locate_model
 from megaswift.memory.estimate import TrainedModel, uncovered_features, usable_bytes
@@ -82,8 +83,12 @@ def plan_problems(cfg: SwiftConfig, spec: ModelSpec, machine: Machine) -> list[P
 
 
 def _without_fp8(cfg: SwiftConfig, machine: Machine) -> list[Problem]:
-    if cfg.model.fp8_format is None or machine.gpu.fp8_tflops is not None:
+    if cfg.model.fp8_format is None:
         return []
+    if machine.gpu.fp8_tflops is not None:
+        recipe = cfg.model.fp8_recipe
+        able = machine.gpu.capability
+        return [] if able is None else fp8_compute_capability_problems(recipe, able, machine.gpu.name)
     rule = f"{machine.gpu.name} has no FP8 in the table of GPUs"
     return [Problem(f"--fp8_format {cfg.model.fp8_format}", rule, "another GPU, or leave it out")]
 

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 
 from megaswift.config import SwiftConfig
-from megaswift.config.sections import OPTIONS
 from megaswift.engine.megatron.layers import implementation
 from megaswift.engine.megatron.layers.implementation import (
-    FP8_NEEDS,
     LayerImplementationChoice,
     choose_layer_implementation,
     fp8_blockwise_sp_hidden_size_problems,
-    fp8_compute_capability_problems,
     fp8_width_problems,
     transformer_engine_unusable_reason,
 )
@@ -102,27 +99,6 @@ def test_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (got.linear, got.attention, str(got)) == ("torch", "torch", "torch (no CUDA device)")
     with pytest.raises(ConfigError, match="no CUDA device"):
         chosen(QWEN3, monkeypatch, lack="no CUDA device", transformer_impl="transformer_engine")
-
-
-@pytest.mark.parametrize(
-    ("recipe", "capability", "told"),
-    [
-        ("delayed", (8, 0), "8.9 (Ada) or newer; this GPU has 8.0\n    try: --fp8_format none"),
-        ("delayed", (8, 9), ""),
-        (
-            "blockwise",
-            (8, 9),
-            "9.0 (Hopper) or newer; this GPU has 8.9\n    try: --fp8_recipe tensorwise or --fp8_recipe delayed",
-        ),
-        ("blockwise", (9, 0), ""),
-        ("mxfp8", (9, 0), "10.0 (Blackwell) or newer; this GPU has 9.0\n    try: --fp8_recipe blockwise"),
-        ("mxfp8", (12, 0), ""),
-    ],
-)
-def test_fp8_recipes_that_a_gpu_lacks(recipe: str, capability: tuple[int, int], told: str) -> None:
-    found = "".join(map(str, fp8_compute_capability_problems(recipe, capability)))
-    assert told in found and bool(found) == bool(told)
-    assert set(FP8_NEEDS) == set(OPTIONS["fp8_recipe"].choices)
 
 
 def test_gathered_blocks() -> None:
