@@ -2,6 +2,8 @@
 
 Owns the numbering: document i is row i, or the segment from `cu_seqlens[i]` on. Which documents belong together (pairs,
 examples) says the batch's `fields`. Documents lie one after the other in the flattened batch, so one way serves both.
+The conversations of an agent's session are documents that count as one: `fields["owner"]`, int64 [documents], names for
+each document the one in whose place it counts, a neighbour before it or itself.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ def document_count(batch: Batch) -> int:
 
 
 def document_index(batch: Batch) -> Tensor:
-    """Return int64 [b, s]: the number of each token's document; padding belongs to the document before it."""
+    """Return int64 [b, s]: the number of each token's document, or of its `owner`; padding belongs to the document
+    before it."""
+    index = _index(batch)
+    return batch.fields["owner"][index] if "owner" in batch.fields else index
+
+
+def _index(batch: Batch) -> Tensor:
     rows, length = batch.input_ids.shape
     if batch.cu_seqlens is None:
         return torch.arange(rows, device=batch.input_ids.device).unsqueeze(1).expand(rows, length)

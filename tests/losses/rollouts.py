@@ -32,9 +32,16 @@ class Rollouts:
     def without(self, *names: str) -> Rollouts:
         return replace(self, known={n: v for n, v in self.known.items() if n not in names})
 
-    def batch(self, packed: bool) -> Batch:
-        """A micro-batch; a filler when there are no documents."""
-        made = bigram.batch(self.docs, packed)
+    def batch(self, packed: bool, sessions: bool = False) -> Batch:
+        """A micro-batch; a filler when there are no documents. `sessions`: a longer completion is two segments, the
+        second with the token before it as its prompt, after which a `Bigram` goes on as it would have."""
+        cuts = [(d.begin + len(d.ids)) // 2 for d in self.docs]
+        parts = [
+            [Doc(d.ids[:cut], d.begin), Doc(d.ids[cut - 1 :], 1)] if sessions and cut > d.begin else [d]
+            for d, cut in zip(self.docs, cuts, strict=True)
+        ]
+        first = torch.tensor([0, *(len(some) for some in parts)]).cumsum(0)
+        made = bigram.batch([d for some in parts for d in some], packed)
         labeled = made.loss_weights != 0
         learnt = self._spread(labeled, self.learnt, torch.zeros(labeled.shape, dtype=torch.bool))
         found = {
@@ -46,9 +53,10 @@ class Rollouts:
             for name, values in self.known.items()
         }
         found = {name: x * learnt for name, x in found.items()}
-        return replace(
-            made, loss_weights=made.loss_weights * learnt, fields={**found, "completions": torch.arange(len(self.docs))}
-        )
+        found["completions"] = first[:-1]
+        if sessions:
+            found["owner"] = first[:-1].repeat_interleave(first.diff())
+        return replace(made, loss_weights=made.loss_weights * learnt, fields=found)
 
     def _spread(self, labeled: Tensor, values: list[Tensor], into: Tensor) -> Tensor:
         if values:
@@ -56,10 +64,12 @@ class Rollouts:
         return into
 
     def layouts(self) -> list[list[Batch]]:
-        """Padded, packed, and in micro-batches with fillers."""
+        """Padded, packed, the same as sessions of several segments, and in micro-batches with fillers."""
         return [
             [self.batch(False)],
             [self.batch(True)],
+            [self.batch(False, sessions=True)],
+            [self.batch(True, sessions=True)],
             [
                 self.part(slice(0, 3)).batch(True),
                 self.part(slice(0, 0)).batch(True),

@@ -553,7 +553,9 @@ def test_an_agent_on_two_ranks(folder: Path, tmp_path: Path) -> None:
     lines = read_lines(alone / "metrics.jsonl")
     assert lines[0]["sampling/sampling_logp_difference/max"] < 1e-5
     assert lines[0]["agent/segments_edited"] > 0 and 1 < lines[0]["agent/segments"] < 2
-    assert 0 < lines[0]["agent/untrained_tokens"] < 0.5
+    record = RolloutReader(saved).read(0)
+    assert sum(map(len, record["further"])) == (lines[0]["agent/segments"] - 1) * len(record["further"])
+    assert len(record["logprobs"]) == lines[0]["completions/mean_length"] * len(record["lengths"])
     again = trained(folder, tmp_path / "again", *limits, "--replay_rollouts", saved, **world)  # type: ignore[arg-type]
     assert_same_end(again, alone)
 

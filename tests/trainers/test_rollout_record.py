@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from megaswift.data.prompts.source import Prompt
 from megaswift.errors import CheckpointError, ConfigError
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.hooks.metrics import read_lines
+from megaswift.trainers.rl import record
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 from megaswift.trainers.rl.record import Generation, RolloutReader, RolloutWriter, generation_of, recorded_files
 from megaswift.trainers.rl.scorer import ScoredCompletion
@@ -201,6 +204,8 @@ def rollouts(length: int = 100) -> Generation:
         rewards=(0.25,),
         ends=(3,),
         turns=2,
+        segments=("first", "edited", "rewound"),
+        further=((40, (7, 8, 9)), (70, (4,))),
     )
     answers = [plain, talk, plain, plain]
     found = [
@@ -227,12 +232,32 @@ def test_a_generation_comes_back(tmp_path: Path) -> None:
         assert (mine.prompt, mine.total, mine.tokens, mine.text) == (theirs.prompt, theirs.total, theirs.tokens, "text")
     talk, wanted_talk = (r.rollouts[1].completion for r in (found, given))
     assert isinstance(talk, MultiTurnCompletion) and isinstance(wanted_talk, MultiTurnCompletion)
-    assert [talk.own, talk.messages, talk.ends] == [wanted_talk.own, wanted_talk.messages, wanted_talk.ends]
+    assert replace(talk, logprobs=()) == replace(wanted_talk, logprobs=())
     assert (found.number, found.draws, found.places, found.seeds) == (4, 2, given.places, given.seeds)
     with pytest.raises(ConfigError, match="completion 2 of generation 4 answers row 8; the run draws row 1"):
         generation_of(RolloutReader(tmp_path).read(4), [*taken[:6], other, other], lambda _: "")
     with pytest.raises(ConfigError, match="has no generation 9"):
         RolloutReader(tmp_path).read(9)
+
+
+def test_a_record_of_the_first_format_is_read(tmp_path: Path) -> None:
+    """Its sessions have one segment, the one that was trained on."""
+    given = rollouts()
+    RolloutWriter(tmp_path, resumed=False).write(given)
+    (path,) = recorded_files(tmp_path).values()
+    with safe_open(path, "np") as file:
+        state = json.loads(file.metadata()["record"])
+        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "further_tokens"}  # noqa: SIM118
+    del state["further"]
+    state["conversations"][1]["untrained"] = 5
+    text = json.dumps(state)
+    header = {"format": "megaswift rollouts 1", "record": text, "sha256": record._checksum(tensors, text)}
+    save_file(tensors, path, header)
+    taken = [given.rollouts[0].prompt] * 6 + [given.rollouts[2].prompt] * 2
+    found = generation_of(RolloutReader(tmp_path).read(4), taken, lambda _: "text").rollouts[1].completion
+    wanted = given.rollouts[1].completion
+    assert isinstance(wanted, MultiTurnCompletion)
+    assert found == replace(wanted, further=())
 
 
 def test_bytes_of_a_token_and_its_version(tmp_path: Path) -> None:

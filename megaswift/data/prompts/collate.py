@@ -3,13 +3,16 @@ read.
 
 Owns where a completion's numbers stand in a micro-batch: at the positions whose label is one of the policy's own
 tokens. Text of a tool or an environment between them carries no label. `fields["completions"]` int64 [n]: the documents
-that are completions; fillers are none.
+that are completions; fillers are none. The segments of an agent's session are documents one after the other, of which
+the first is the completion; `fields["owner"]` int64 [documents] then names for each document the one that it counts
+with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from megaswift.data.preference.collate import collate_preferences
 from megaswift.data.prompts.images import PromptImageReader, PromptImages
 from megaswift.data.vision.batches import ImageInputs, collate_rows_with_images
 from megaswift.losses.contract import Batch
+from megaswift.losses.document_segments import document_count
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class RolloutTokens:
     """Counts as a completion, its tokens carry no loss (a truncated one under `mask_truncated_completions`)."""
     images: PromptImages | None = None
     """The prompt's."""
+    further: Sequence[tuple[int, Sequence[int]]] = ()
+    """Segments of an agent's session after the first: where in `written` each begins, and its own prompt."""
 
     @property
     def count(self) -> int:
@@ -48,14 +54,22 @@ class RolloutTokens:
         return sum(map(bool, self.own))
 
     @property
-    def document(self) -> Document:
-        """Tokens and mask."""
-        mask = [False] * len(self.prompt) + [bool(o) and not self.silent for o in self.own]
-        return (
-            np.asarray([*self.prompt, *self.written], dtype=np.int32),
-            np.asarray(mask, dtype=np.uint8),
-            self.number,
-        )
+    def prompts(self) -> list[Sequence[int]]:
+        """The prompt of each segment."""
+        return [self.prompt, *(prompt for _, prompt in self.further)]
+
+    @property
+    def documents(self) -> list[Document]:
+        """Tokens and mask of each segment."""
+        edges = [0, *(place for place, _ in self.further), len(self.written)]
+        return [
+            self._document(prompt, slice(*span)) for prompt, span in zip(self.prompts, pairwise(edges), strict=True)
+        ]
+
+    def _document(self, prompt: Sequence[int], part: slice) -> Document:
+        mask = [False] * len(prompt) + [bool(o) and not self.silent for o in self.own[part]]
+        ids = np.asarray([*prompt, *self.written[part]], dtype=np.int32)
+        return ids, np.asarray(mask, dtype=np.uint8), self.number
 
 
 RolloutMicrobatch = Sequence[RolloutTokens | None]
@@ -78,21 +92,26 @@ class RolloutCollator:
         """A step's micro-batches."""
         if self.shares_prefixes:
             return self._with_shared_prefixes(micros)
-        documents = [[None if c is None else c.document for c in micro] for micro in micros]
-        if self.images is None:
-            laid = collate_preferences(documents, self.packing, self.shape, self.uniform)
-        else:
+        if self.packing:
+            micros = [[c for c in micro if c is not None] for micro in micros]
+        documents = [[d for c in micro for d in ([None] if c is None else c.documents)] for micro in micros]
+        numbers = [[n for n, d in enumerate(each) if d is not None] for each in documents]
+        if self.images is not None:
             laid = [self._with_images(self.images, rows, micro) for rows, micro in zip(documents, micros, strict=True)]
-        numbers = [
-            [n if self.packing else i for n, i in enumerate(i for i, c in enumerate(micro) if c is not None)]
-            for micro in micros
-        ]
+        else:
+            # a pipeline takes micro-batches of one shape, with the rows of as many segments
+            most = max(map(len, documents)) if self.uniform and not self.packing else 0
+            documents = [[*each, *[None] * (most - len(each))] for each in documents]
+            laid = collate_preferences(documents, self.packing, self.shape, self.uniform)
         return [_with_fields(*one) for one in zip(laid, micros, numbers, strict=True)]
 
     def _with_shared_prefixes(self, micros: Sequence[RolloutMicrobatch]) -> list[Batch]:
         assert self.packing and self.images is None
         completed = [[c for c in micro if c is not None] for micro in micros]
-        rows = [share_prefixes([c.document for c in micro], [len(c.prompt) for c in micro]) for micro in completed]
+        rows = [
+            share_prefixes([d for c in micro for d in c.documents], [len(p) for c in micro for p in c.prompts])
+            for micro in completed
+        ]
         laid = collate_preferences([row.documents for row in rows], True, self.shape, self.uniform)
         return [
             _with_fields(row.mark(batch), micro, row.numbers)
@@ -117,9 +136,14 @@ class RolloutCollator:
 
 
 def _with_fields(batch: Batch, micro: RolloutMicrobatch, numbers: Sequence[int]) -> Batch:
-    """The batch with its fields. `numbers`: the documents that are completions."""
+    """The batch with its fields. `numbers`: the documents of the completions' segments."""
     completions = [c for c in micro if c is not None]
-    fields = {"completions": torch.tensor(numbers, dtype=torch.int64)}
+    counts = [len(c.prompts) for c in completions]
+    first = torch.tensor(numbers, dtype=torch.int64)[[*accumulate(counts, initial=0)][:-1]]
+    fields = {"completions": first}
+    if len(first) < len(numbers):
+        fields["owner"] = torch.arange(document_count(batch))
+        fields["owner"][numbers] = first.repeat_interleave(torch.tensor(counts))
     for name in completions[0].values if completions else ():
         values = torch.from_numpy(np.concatenate([c.values[name] for c in completions]))
         fields[name] = scatter_completion_values(batch, values)

@@ -45,23 +45,19 @@ def rollout_statistics(rollouts: Sequence[ScoredCompletion], group: int) -> dict
     metrics |= _lengths("completions/", lengths[finished] if finished.any() else np.zeros(1), "_terminated")
     talks = [r.completion for r in rollouts if isinstance(r.completion, MultiTurnCompletion)]
     if talks:
-        answered = sum(max(talk.turns - 1, 0) for talk in talks)
+        answered = sum(max(talk.turns - 1 - len(talk.further), 0) for talk in talks)
         metrics["completions/rewritten_turns"] = sum(talk.rewritten for talk in talks) / max(answered, 1)
     metrics |= _agents([talk for talk in talks if talk.segments])
     return {name: float(value) for name, value in metrics.items()}
 
 
 def _agents(sessions: Sequence[MultiTurnCompletion]) -> dict[str, float]:
-    """Measure the segments of agents' sessions: how many a session has, how many began for each reason, and the share
-    of the model's tokens outside of the segment that is trained on."""
+    """Measure the segments of agents' sessions: how many a session has, and how many began for each reason."""
     if not sessions:
         return {}
     reasons = Counter(reason for session in sessions for reason in session.segments)
-    left = sum(session.untrained for session in sessions)
-    own = sum(map(sum, (session.own for session in sessions)))
     return {
         "agent/segments": reasons.total() / len(sessions),
-        "agent/untrained_tokens": left / max(left + own, 1),
         **{f"agent/segments_{reason}": float(reasons[reason]) for reason in REASONS[1:]},
     }
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import util
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,9 @@ class MultiTurnCompletion(Completion):
     prompt_content: str | tuple[Message, ...] = ()
     """The same as `Prompt.content`."""
     segments: tuple[str, ...] = ()
-    """Of an agent's session: why each of its segments began; this is the one with the most tokens of the model."""
-    untrained: int = 0
-    """Tokens of the model in the other segments."""
+    """Of an agent's session: why each of its segments began."""
+    further: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Segments after the first that the model has answered: where in `token_ids` each begins, and its own prompt."""
 
     def prompt(self, given: Prompt) -> Prompt:
         """The prompt that was answered: the row's, with the first observation."""
@@ -152,7 +153,7 @@ class MultiTurnRunner:
             with _endpoint(environment.flag).opened(session, ask) as address:
                 reward = yield partial(environment.run, content, address, prompt.columns, session.begin)
             yield environment.close
-            return _of_session(session, reward, environment.flag)
+            return completion_of_session(session, reward, environment.flag)
         observation = yield partial(environment.reset, content, prompt.columns, prompt.number)
         dialogue = self._begun(prompt, environment, observation, sampling.max_tokens)
         while not dialogue.ended:
@@ -253,25 +254,27 @@ def _endpoint(flag: str) -> Any:
     return importlib.import_module("megaswift.trainers.rl.agents.endpoint").agent_endpoint()
 
 
-def _of_session(session: Session, reward: float, flag: str) -> MultiTurnCompletion:
-    """Return the longest segment of an agent's session, which is trained on."""
-    segment = session.trained()
-    if segment is None:
+def completion_of_session(session: Session, reward: float, flag: str) -> MultiTurnCompletion:
+    """Return an agent's session: its segments one after the other."""
+    segments = session.answered()
+    if not segments:
         raise RewardError(Problem(flag, "run returned and has not asked the model for anything", "use its base_url"))
+    places = accumulate(len(one.tokens) for one in segments[:-1])
+    logprobs = tuple(chain.from_iterable(one.logprobs for one in segments))
     return MultiTurnCompletion(
-        tuple(segment.tokens),
-        tuple(segment.logprobs),
-        segment.finished,
-        tuple(segment.own),
-        tuple(segment.messages),
+        tuple(chain.from_iterable(one.tokens for one in segments)),
+        logprobs,
+        all(one.finished for one in segments),
+        tuple(chain.from_iterable(one.own for one in segments)),
+        tuple(session.messages),
         (reward,),
-        (segment.count,),
-        segment.turns,
-        segment.rewritten,
-        segment.prompt_ids,
-        segment.asked,
+        (len(logprobs),),
+        sum(one.turns for one in segments),
+        sum(one.rewritten for one in segments),
+        segments[0].prompt_ids,
+        segments[0].asked,
         tuple(one.reason for one in session.segments),
-        sum(one.count for one in session.segments) - segment.count,
+        tuple((place, one.prompt_ids) for place, one in zip(places, segments[1:], strict=True)),
     )
 
 

@@ -27,11 +27,10 @@ from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, asked_prompt, 
 from megaswift.trainers.rl.scorer import ScoredCompletion
 
 NAME = re.compile(r"generation-(\d{6,})\.safetensors")
-FORMAT = "megaswift rollouts 1"
-TURNS = (
-    *("messages", "rewards", "ends", "turns", "rewritten", "prompt_ids", "prompt_content"),
-    *("segments", "untrained"),
-)
+FORMAT = "megaswift rollouts 2"
+EARLIER = "megaswift rollouts 1"
+"""Without `further`: an agent's session has the one segment that was trained on."""
+TURNS = ("messages", "rewards", "ends", "turns", "rewritten", "prompt_ids", "prompt_content", "segments")
 """Fields of a conversation beside its tokens."""
 
 
@@ -163,6 +162,7 @@ def _completions(state: Mapping[str, Any]) -> Iterator[Completion]:
     )
     logprobs = _cut(state["logprobs"], [sum(mask) for mask in own])
     versions = _cut(state["versions"], state["lengths"])
+    further = _further(state)
     for i, (ids, mask, said) in enumerate(zip(tokens, own, logprobs, strict=True)):
         turns = state["conversations"][i]
         runs = tuple((version, len([*same])) for version, same in groupby(versions[i]))
@@ -171,9 +171,17 @@ def _completions(state: Mapping[str, Any]) -> Iterator[Completion]:
             yield Completion(*plain, versions=runs)
             continue
         more: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in turns.items()
+            name: tuple(value) if isinstance(value, list) else value for name, value in turns.items() if name in TURNS
         }
-        yield MultiTurnCompletion(*plain, own=tuple(map(bool, mask)), versions=runs, **more)
+        yield MultiTurnCompletion(*plain, own=tuple(map(bool, mask)), versions=runs, further=further[i], **more)
+
+
+def _further(state: Mapping[str, Any]) -> list[tuple[tuple[int, tuple[int, ...]], ...]]:
+    """The further segments of each completion."""
+    if "further" not in state:
+        return [()] * len(state["lengths"])
+    prompts = iter(_cut(state["further_tokens"], [n for segments in state["further"] for _, n in segments]))
+    return [tuple((place, tuple(next(prompts))) for place, _ in segments) for segments in state["further"]]
 
 
 def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -183,6 +191,7 @@ def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any
     own = [model_token_mask(completion) for completion in completions]
     asked: dict[tuple[int, ...], int] = {}
     prompt = [asked.setdefault(ids, len(asked)) for ids in generation.prompts]
+    further = [c.further if isinstance(c, MultiTurnCompletion) else () for c in completions]
     tokens = np.asarray([t for c in completions for t in c.token_ids], dtype=np.int32)
     tensors: dict[str, np.ndarray] = {
         "tokens": tokens,
@@ -190,6 +199,7 @@ def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any
         "logprobs": np.asarray([p for c in completions for p in c.logprobs], dtype=np.float32),
         "versions": np.asarray([v for c in completions for v, n in c.versions for _ in range(n)], dtype=np.int32),
         "prompt_tokens": np.asarray([t for ids in asked for t in ids], dtype=np.int32),
+        "further_tokens": np.asarray([t for segments in further for _, ids in segments for t in ids], dtype=np.int32),
     }
     values: dict[str, Any] = {
         "number": generation.number,
@@ -206,6 +216,7 @@ def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any
         "baseline": [_plain(r.baseline) for r in rollouts],
         "token_rewards": [None if r.tokens is None else [*r.tokens] for r in rollouts],
         "conversations": [_turns(c) for c in completions],
+        "further": [[(place, len(ids)) for place, ids in segments] for segments in further],
     }
     return tensors, values
 
@@ -242,7 +253,8 @@ def _read(path: Path) -> dict[str, Any]:
         with safe_open(path, "np") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        whole = header.get("format") == FORMAT and header["sha256"] == _checksum(tensors, header["record"])
+        known = header.get("format") in (FORMAT, EARLIER)
+        whole = known and header["sha256"] == _checksum(tensors, header["record"])
     except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(_damaged(path, f"cannot be read: {error}")) from None
     if not whole:

@@ -337,4 +337,7 @@ def completion_from_dict(state: Mapping[str, Any]) -> Completion:
         name: tuple(value) if isinstance(value, list | tuple) else value for name, value in state.items()
     }
     values["versions"] = tuple((version, tokens) for version, tokens in values["versions"])
-    return MultiTurnCompletion(**values) if "own" in values else Completion(**values)
+    if "own" not in values:
+        return Completion(**values)
+    values["further"] = tuple((place, tuple(prompt)) for place, prompt in values["further"])
+    return MultiTurnCompletion(**values)

@@ -36,7 +36,7 @@ from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.critic import CriticTrainer
 from megaswift.trainers.rl.generation import completion_seeds
 from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics, staleness_metrics
-from megaswift.trainers.rl.multi_turn import model_token_mask
+from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, model_token_mask
 from megaswift.trainers.rl.record import Generation, RolloutReader, RolloutWriter, generation_of
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer, ScoredCompletion
@@ -383,6 +383,7 @@ def scored_completion_to_rollout_tokens(number: int, rollout: ScoredCompletion, 
         values,
         silent,
         rollout.prompt.images,
+        completion.further if isinstance(completion, MultiTurnCompletion) else (),
     )
 
 
@@ -396,6 +397,7 @@ def rollout_tokens_to_dict(c: RolloutTokens) -> dict[str, Any]:
         "own": [*map(int, c.own)],
         "values": values,
         "silent": c.silent,
+        "further": [[place, [*prompt]] for place, prompt in c.further],
         **({} if c.images is None else {"images": c.images.to_dict()}),
     }
 
@@ -405,7 +407,9 @@ def rollout_tokens_from_dict(state: Mapping[str, Any]) -> RolloutTokens:
     values = {name: np.asarray(v, dtype=dtype) for name, (dtype, v) in state["values"].items()}
     own = [*map(bool, state["own"])]
     images = PromptImages.from_dict(state.get("images"))
-    return RolloutTokens(state["number"], state["prompt"], state["written"], own, values, state["silent"], images)
+    further = [(place, prompt) for place, prompt in state.get("further", ())]
+    text = (state["prompt"], state["written"], own)
+    return RolloutTokens(state["number"], *text, values, state["silent"], images, further)
 
 
 def compute_rollout_token_outputs(

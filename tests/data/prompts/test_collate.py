@@ -4,6 +4,7 @@ there."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -36,7 +37,17 @@ PLAIN, TOOL, SHORT, SILENT = (
     completed(2, 4, "x"),
     completed(3, 2, "xxx", silent=True),
 )
-MICROS: list[RolloutMicrobatch] = [[PLAIN, TOOL], [SILENT, SHORT], [None, TOOL], [SILENT, None]]
+SESSION = replace(completed(4, 2, "xxtxxxtx"), further=[(2, [6, 7, 8]), (5, [9])])
+MUTE = replace(completed(5, 2, "xtx", silent=True), further=[(1, [7])])
+MICROS: list[RolloutMicrobatch] = [
+    [PLAIN, TOOL],
+    [SILENT, SHORT],
+    [None, TOOL],
+    [SILENT, None],
+    [TOOL, SESSION],
+    [None, SESSION],
+    [SESSION, MUTE, SHORT],
+]
 SHAPE = PaddingShape(4, 8)
 
 
@@ -63,7 +74,43 @@ def test_completions_are_documents_silent_ones_too_and_fillers_not(packing: bool
         index = document_index(batch)
         for number, c in zip(numbers.tolist(), held, strict=True):
             inside = batch.input_ids[(index == number) & batch.valid].tolist()
-            assert inside == [*c.prompt, *c.written]
+            assert inside == tokens(c)
+
+
+def tokens(c: RolloutTokens) -> list[int]:
+    """Each segment with its own prompt before it."""
+    edges = [0, *(place for place, _ in c.further), len(c.written)]
+    prompts = [c.prompt, *(prompt for _, prompt in c.further)]
+    return [t for prompt, (a, b) in zip(prompts, pairwise(edges), strict=True) for t in (*prompt, *c.written[a:b])]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_segments_are_documents_of_their_own(shares: bool) -> None:
+    """Positions begin anew with each; neighbours with the same prompt share it, and a session counts once."""
+    again = replace(SESSION, number=6, prompt=[9])
+    batch, _ = RolloutCollator(SHAPE, True, False, shares_prefixes=shares).batches([[SESSION, again, PLAIN], [TOOL]])
+    at = batch.loss_weights != 0
+    assert batch.labels[at].tolist() == [t for c in (SESSION, again, PLAIN) for t in c.values["told"]]
+    assert batch.cu_seqlens is not None and len(batch.cu_seqlens) - 1 == 7
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        assert batch.positions[0, start:end].tolist() == [*range(end - start)]
+    assert batch.fields["completions"].tolist() == [0, 3, 6]
+    assert batch.fields["owner"].tolist() == [0, 0, 0, 3, 3, 3, 6]
+
+
+def test_shared_prompts_of_sessions() -> None:
+    """Neighbours share one, whether they are of one session or of two."""
+    again = replace(SESSION, number=6, prompt=[6, 7, 8])
+    before = replace(SESSION, further=[(2, [6, 7, 8])])
+    (batch,) = RolloutCollator(SHAPE, True, False, shares_prefixes=True).batches([[before, again]])
+    assert batch.prefixes is not None and batch.prefixes.tolist() == [-1, -1, 1, 1, 1, -1]
+    assert batch.fields["completions"].tolist() == [0, 3] and batch.fields["owner"].tolist() == [0, 1, 0, 3, 3, 3]
+    assert gather_completion_values(batch, batch.fields["told"], [before, again])[6].tolist() == [*again.values["told"]]
+
+
+def test_a_pipeline_gets_as_many_rows_everywhere() -> None:
+    shapes = {b.input_ids.shape for b in RolloutCollator(SHAPE, False, True).batches(MICROS)}
+    assert shapes == {(6, 8)}
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -112,12 +112,17 @@ def test_rewards_that_were_not_given_move_no_mean() -> None:
 def test_segments_of_agents() -> None:
     sessions = [
         MultiTurnCompletion(
-            (5, 6, 7), (-1.0,) * 2, True, (True, False, True), segments=("first", "edited"), untrained=4
+            *((5, 6, 7), (-1.0,) * 2, True, (True, False, True)),
+            turns=3,
+            rewritten=1,
+            segments=("first", "edited"),
+            further=((1, (2, 3)),),
         ),
-        MultiTurnCompletion((5, 6), (-1.0,) * 2, True, (True, True), segments=("first",)),
+        MultiTurnCompletion((5, 6), (-1.0,) * 2, True, (True, True), turns=2, segments=("first",)),
     ]
     found = rollout_statistics([replace(rollouts()[0], completion=session) for session in sessions], 2)
-    assert found["agent/segments"] == 1.5 and found["agent/untrained_tokens"] == 0.5
+    assert found["agent/segments"] == 1.5 and found["completions/mean_length"] == 2
+    assert found["completions/rewritten_turns"] == 0.5, "a segment's last turn has no answer"
     counts = {name: value for name, value in found.items() if name.startswith("agent/segments_")}
     assert counts == {f"agent/segments_{r}": float(r == "edited") for r in ("edited", "rewound", "tools", "template")}
     assert not any(name.startswith("agent/") for name in rollout_statistics(rollouts(), 2))

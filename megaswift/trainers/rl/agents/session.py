@@ -1,7 +1,6 @@
 """The conversations of one agent with the model: token ids are kept, and only continued.
 
-Owns which requests continue a conversation (a segment) and which begin another one, and what of it is trained on. HTTP
-is `endpoint.py`'s.
+Owns which requests continue a conversation (a segment) and which begin another one. HTTP is `endpoint.py`'s.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class Segment:
     tokens: list[int] = field(default_factory=list)
     own: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    """After the first request's."""
+    new: list[Message] = field(default_factory=list)
+    """Messages after the first request's that the model has not answered."""
     turns: int = 0
     rewritten: int = 0
     finished: bool = False
@@ -83,6 +82,8 @@ class Session:
         self.max_turns = max_turns
         self.max_length = max_length
         self.segments: list[Segment] = []
+        self.messages: list[Message] = []
+        """The answers and what they were given between, after the first request of each segment, in their order."""
         self.turns = 0
         self.ended = False
         """Whether the agent is done: answers that come later are dropped."""
@@ -156,7 +157,7 @@ class Session:
             segment.rewritten += found.rewritten
             segment.tokens += tokens
             segment.own += [False] * len(tokens)
-            segment.messages += added
+            segment.new += added
             segment.history += messages[len(segment.history) :]
             return segment
         return None
@@ -208,20 +209,18 @@ class Session:
         segment.finished = completion.finished and len(completion.token_ids) <= ask.room
         segment.turn = turn
         segment.turns += 1
-        segment.messages.append({"role": "assistant", "content": turn.content})
+        self.messages += [*segment.new, {"role": "assistant", "content": turn.content}]
+        segment.new = []
         return turn
 
-    def trained(self) -> Segment | None:
-        """The segment with the most tokens of the model, the first of several; None where the agent asked nothing."""
-        segment = max(self.segments, key=lambda one: one.count, default=None)
-        if segment is None or not segment.count:
-            return None
-        while not segment.own[-1]:  # of a request that the model has not answered
-            segment.own.pop()
-            segment.tokens.pop()
-        while segment.messages[-1]["role"] != "assistant":
-            segment.messages.pop()
-        return segment
+    def answered(self) -> list[Segment]:
+        """The segments with tokens of the model, up to its last answers."""
+        found = [one for one in self.segments if one.count]
+        for segment in found:
+            while not segment.own[-1]:  # of a request that the model has not answered
+                segment.own.pop()
+                segment.tokens.pop()
+        return found
 
 
 def _plain(message: Message) -> Message:

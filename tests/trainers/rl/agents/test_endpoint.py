@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import openai
@@ -100,13 +101,20 @@ def client(base_url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=base_url, api_key="any", max_retries=0, timeout=WAIT)
 
 
-def check_segment(found: MultiTurnCompletion, asked: list[tuple[tuple[int, ...], int, Completion]]) -> None:
-    """Tokens trained are tokens sampled, each turn after the tokens that the sampler was given."""
-    ids = (*found.prompt_ids, *found.token_ids)
+def check_segments(found: MultiTurnCompletion, asked: list[tuple[tuple[int, ...], int, Completion]]) -> None:
+    """Tokens trained are tokens sampled, each turn after the tokens that the sampler was given. `asked`: segment by
+    segment."""
+    edges = [0, *(place for place, _ in found.further), len(found.token_ids)]
+    prompts = [found.prompt_ids, *(prompt for _, prompt in found.further)]
+    texts = [(*prompt, *found.token_ids[a:b]) for prompt, (a, b) in zip(prompts, pairwise(edges), strict=True)]
     own = [t for t, mine in zip(found.token_ids, found.own, strict=True) if mine]
     assert own == [token for _, _, completion in asked for token in completion.token_ids]
+    number = 0
     for context, _, completion in asked:
-        assert ids[: len(context) + len(completion.token_ids)] == (*context, *completion.token_ids)
+        turn = (*context, *completion.token_ids)
+        number += texts[number][: len(turn)] != turn
+        assert texts[number][: len(turn)] == turn
+    assert number == len(texts) - 1
     assert list(found.logprobs) == [v for _, _, completion in asked for v in completion.logprobs]
 
 
@@ -143,9 +151,9 @@ def test_a_session_is_continued(kind: type[Says], stream: bool, tokenizer: Any) 
 
     sampler = kind(tokenizer, f"I look.\n{CALL}", "It rains.  ", "Bye.")
     [found] = led(run, sampler, tokenizer)
-    assert found.segments == ("first",) and found.untrained == 0 and found.turns == 3 and found.finished
+    assert found.segments == ("first",) and not found.further and found.turns == 3 and found.finished
     assert found.reward == 0.75 and found.ends == (sum(found.own),)
-    check_segment(found, sampler.asked)
+    check_segments(found, sampler.asked)
     said = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "go"},
@@ -188,8 +196,10 @@ def test_an_edited_history_begins_a_new_segment(edit: str, tokenizer: Any) -> No
     sampler = Says(tokenizer, "one", "two and more", "three")
     [found] = led(run, sampler, tokenizer)
     assert found.segments == ("first", REASON.get(edit, edit)) and found.reward == 0.0
-    assert found.turns == 2 and found.untrained == len(sampler.asked[0][2].token_ids)
-    check_segment(found, sampler.asked[1:])
+    assert found.turns == 3 and len(found.further) == 1
+    check_segments(found, sampler.asked)
+    said = [message["content"] for message in found.messages]
+    assert said == ["one", "two and more", *said[2:-1], "three"] and found.messages[-2]["role"] == "user"
 
 
 def test_two_histories_at_a_time_are_two_segments(tokenizer: Any) -> None:
@@ -205,9 +215,10 @@ def test_two_histories_at_a_time_are_two_segments(tokenizer: Any) -> None:
 
     sampler = Says(tokenizer, "one", "two", "three and four", "five")
     [found] = led(run, sampler, tokenizer)
-    assert found.segments == ("first", "edited") and found.turns == 2
-    check_segment(found, sampler.asked[::2])
-    assert found.untrained == sum(len(completion.token_ids) for _, _, completion in sampler.asked[1::2])
+    assert found.segments == ("first", "edited") and found.turns == 4
+    check_segments(found, [*sampler.asked[::2], *sampler.asked[1::2]])
+    said = [message["content"] for message in found.messages]
+    assert said == ["one", "two", "more", "three and four", "more", "five"], "in the order in which they were written"
 
 
 def test_seeds_depend_on_what_is_asked_and_not_on_the_order(tokenizer: Any) -> None:

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 import pytest
 
+from megaswift.data.batches.collate import PaddingShape
+from megaswift.data.prompts.collate import RolloutCollator
+from megaswift.data.prompts.source import Prompt
 from megaswift.rollout.sampler import Completion, SamplingParams
+from megaswift.run.policy_task import rl_settings
 from megaswift.trainers.rl.agents.session import REASONS, Segment, Session, SessionError
 from megaswift.trainers.rl.chat_turns import ChatTurns
+from megaswift.trainers.rl.multi_turn import completion_of_session
+from megaswift.trainers.rl.scorer import ScoredCompletion
+from megaswift.trainers.rl.source import scored_completion_to_rollout_tokens
 from megaswift.trainers.rl.waves import Ask
 from tests.trainers.rl.dialogues import TOOLS, WORDS, Recorder
+from tests.trainers.rl.makers import config
 from tests.trainers.rl.test_sampled_tokens import KINDS, USER_ONLY, tokenizer_of
 
 SESSIONS, REQUESTS = 12, 8
@@ -68,9 +77,26 @@ def test_whatever_an_agent_edits(name: str) -> None:
         for segment in session.segments:
             check(segment, [(ask, completion) for one, ask, completion in wrote if one is segment])
         reasons.update(segment.reason for segment in session.segments)
-        trained = session.trained()
-        assert trained is not None and trained.count == max(one.count for one in session.segments)
+        answers = [c for segment in session.segments for one, _, c in wrote if one is segment]
+        assert trained_tokens(session) == [token for completion in answers for token in completion.token_ids]
+        roles_said = [message["role"] for message in session.messages]
+        assert roles_said.count("assistant") == len(wrote) and roles_said[-1] == "assistant"
     assert reasons["first"] == SESSIONS and {"edited", "rewound", "tools"} <= reasons.keys() <= {*REASONS}
+
+
+def trained_tokens(session: Session) -> list[int]:
+    """The labels of the micro-batch of a session, each in the document of its segment."""
+    settings = rl_settings(config(environment="w.py:World"), 1)
+    talk = completion_of_session(session, 0.0, "--environment w.py:World")
+    rollout = ScoredCompletion(talk.prompt(Prompt(0, (1,), "", {})), talk, "", {}, 0.0)
+    tokens = scored_completion_to_rollout_tokens(0, rollout, settings)
+    (batch,) = RolloutCollator(PaddingShape(), True, uniform=False).batches([[tokens]])
+    segments = session.answered()
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [
+        *accumulate((len(one.prompt_ids) + len(one.tokens) for one in segments), initial=0)
+    ]
+    assert batch.input_ids[0].tolist() == [t for one in segments for t in (*one.prompt_ids, *one.tokens)]
+    return batch.labels[batch.loss_weights != 0].tolist()
 
 
 def test_each_time_that_the_same_is_asked_has_a_seed_of_its_own() -> None:
