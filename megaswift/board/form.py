@@ -50,7 +50,7 @@ def fields(task: str) -> list[Option]:
 def all_fields() -> dict[str, list[Option]]:
     """Return the options that the form of any task has, by heading."""
     heading_of = {key: heading for heading, keys in GROUPS.items() for key in keys}
-    heading_of |= dict.fromkeys(("preference", "rl", "rewards", "rollout", "critic"), OBJECTIVE)
+    heading_of |= dict.fromkeys(("preference", "rl", "rewards", "rollout", "placement", "critic"), OBJECTIVE)
     found = {option.name: option for task in TASKS for option in fields(task)}
     grouped: dict[str, list[Option]] = {}
     for key in SECTIONS:

@@ -39,6 +39,18 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Role:
+    """A part of a run that is Ray actors: sampler engines, or workers of environments."""
+
+    name: str
+    actors: int
+    cores: int
+    """Cores of an actor."""
+    gpus: int
+    """GPUs of an actor, on one node."""
+
+
+@dataclass(frozen=True)
 class Job:
     """A run with all that its cluster needs, before it is rendered."""
 
@@ -57,6 +69,8 @@ class Job:
     """Where the job's files are kept, absolute."""
     python: str
     """The interpreter of this process."""
+    roles: tuple[Role, ...] = ()
+    """Parts of the run beside its processes, for which a Ray cluster has pods."""
     id: str = ""
     """Identifies this submission; a run that the cluster restarts recognizes its own job by it."""
 

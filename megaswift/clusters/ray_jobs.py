@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
-from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, SubmittedJob
+from megaswift.clusters.job import RUN_FILE, Job, RenderedJob, Role, SubmittedJob
 from megaswift.clusters.kubernetes import (
     NOT_RUN,
     RESOURCE_NAME,
@@ -34,6 +35,7 @@ from megaswift.clusters.pods import (
     unexpanded,
 )
 from megaswift.errors import Problem
+from megaswift.launchers.ray_cluster import ROLE_LABEL, TRAINER
 
 MANIFEST = "job.yaml"
 RUNTIME = "runtime_env.yaml"
@@ -169,28 +171,41 @@ def _ray_job(job: Job) -> dict[str, Any]:
 
 
 def _cluster_spec(job: Job) -> dict[str, Any]:
-    """Every node of the job is one pod; the first is the head too."""
+    """Every node of the job is one pod; the first is the head too. Other roles have a pod for each actor, and labels
+    keep them and the run's processes apart."""
 
-    def group(container: str) -> dict[str, Any]:
+    def group(container: str, job: Job = job, role: str = TRAINER) -> dict[str, Any]:
         pod = pod_spec(job, container, node_command(job, [], "true"))
         del pod["restartPolicy"], pod["containers"][0]["command"]  # KubeRay writes `ray start`
         env = pod["containers"][0]["env"]
         pod["containers"][0]["env"] = [variable for variable in env if variable["name"] not in COUNTED_BY_RAY]
         if container == "ray-head":
             pod["containers"][0]["ports"] = [{"name": name, "containerPort": port} for name, port in PORTS.items()]
-        return {"rayStartParams": {}, "template": {"metadata": pod_metadata(job), "spec": pod}}
+        labels = {"labels": {ROLE_LABEL: role}} if job.roles else {}  # KubeRay 1.5 or later
+        return {**labels, "rayStartParams": {}, "template": {"metadata": pod_metadata(job), "spec": pod}}
 
-    workers = {
-        "groupName": "nodes",
-        "replicas": job.nodes - 1,
-        "minReplicas": job.nodes - 1,
-        "maxReplicas": job.nodes - 1,
-    }
+    workers = [{**_replicas("nodes", job.nodes - 1), **group("ray-worker")}] if job.nodes > 1 else []
+    workers += [
+        {**_replicas(role.name, role.actors), **group("ray-worker", _job_of_role(job, role), role.name)}
+        for role in job.roles
+    ]
     return {
         "rayVersion": str(job.cluster.get("ray_version")),
         "headGroupSpec": group("ray-head"),
-        "workerGroupSpecs": [{**workers, **group("ray-worker")}] if job.nodes > 1 else [],
+        "workerGroupSpecs": workers,
     }
+
+
+def _replicas(name: str, count: int) -> dict[str, Any]:
+    return {"groupName": name, "replicas": count, "minReplicas": count, "maxReplicas": count}
+
+
+def _job_of_role(job: Job, role: Role) -> Job:
+    """Return a job whose nodes are the pods of a role: devices, memory and labels of the run's nodes are not theirs."""
+    left_out = {"resources", "memory_per_node", "network"} | ({"node_selector"} if not role.gpus else set())
+    options = {name: value for name, value in job.cluster.options.items() if name not in left_out}
+    cluster = replace(job.cluster, options={**options, "cpus_per_node": role.cores})
+    return replace(job, cluster=cluster, gpus_per_node=role.gpus)
 
 
 SCHEDULER = RayScheduler()

@@ -23,7 +23,7 @@ from megaswift import log
 from megaswift.base.command_words import UserErrorArgumentParser
 from megaswift.base.redaction import has_secret, is_secret, secret_lines
 from megaswift.clusters.clusters_file import SECRET_OPTIONS, read_cluster, secret_fix
-from megaswift.clusters.job import NCCL_OPTIONS, Cluster, Job, RenderedJob, job_name
+from megaswift.clusters.job import NCCL_OPTIONS, Cluster, Job, RenderedJob, Role, job_name
 from megaswift.clusters.job_folder import jobs_folder, next_job_folder, write_job_files, write_record
 from megaswift.clusters.options import KUBERNETES, RAY, SSH, options_of_launcher
 from megaswift.clusters.ray_jobs import KUBERAY
@@ -34,10 +34,12 @@ from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import NAMES, TRAINING
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint
 from megaswift.launchers.nccl_preset import ONE_NODE
+from megaswift.launchers.ray_cluster import ENGINES, ENVIRONMENTS
 from megaswift.options.command_line import read_command_line
 from megaswift.options.files import read_config_file
 from megaswift.options.sources import GivenOptionValue
 from megaswift.parallel.layout import PROCESSES
+from megaswift.rollout.options.placement import ON_CPUS
 from megaswift.trainers.options.checkpoint import INTERVAL, KEPT, saves_by_time
 
 USAGE = """\
@@ -176,9 +178,20 @@ def _job(
         workdir,
         folder,
         sys.executable,
+        roles=roles_of(cfg, bool(gpus)),
         id=f"{folder.name}-{submitted}",
     )
     return job, cfg
+
+
+def roles_of(cfg: SwiftConfig, on_gpus: bool) -> tuple[Role, ...]:
+    """Return the parts of a run that are Ray actors."""
+    placement = cfg.placement
+    gpus = cfg.vllm.vllm_tensor_parallel_size if on_gpus else 0
+    engines = Role(ENGINES, placement.sampler_engines or 0, placement.cpus_per_engine, gpus)
+    on_cpus = placement.environment_placement == ON_CPUS
+    workers = Role(ENVIRONMENTS, placement.environment_workers if on_cpus else 0, 1, 0)
+    return tuple(role for role in (engines, workers) if role.actors)
 
 
 def _misspelt(givens: Sequence[GivenOptionValue]) -> Iterator[Problem]:

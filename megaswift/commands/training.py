@@ -24,7 +24,7 @@ from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, st
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.cluster_variables import take_cluster_variables
 from megaswift.launchers.finish_marks import unfinished_mark
-from megaswift.launchers.launcher import TrainingCommand, launcher_of
+from megaswift.launchers.launcher import RoleResources, TrainingCommand, launcher_of
 from megaswift.launchers.nccl_preset import NONE as NO_PRESET
 from megaswift.launchers.nccl_preset import apply_nccl_preset
 from megaswift.launchers.node_wait import job_of_running_nodes
@@ -45,6 +45,7 @@ from megaswift.options.command_line import read_command_line
 from megaswift.options.sources import ConfigSource
 from megaswift.options.spelling import errors_as_typed
 from megaswift.options.tasks import ALIGNMENT, TASK_NAMES, TASK_TYPES
+from megaswift.rollout.options.placement import ON_CPUS
 
 INTERRUPTED = 128 + signal.SIGINT
 RAY_FIX = "use --num_workers N on any nodes, or --placement_strategy strict_pack for a single node"
@@ -158,12 +159,21 @@ def _start(task: str, words: list[str], cfg: SwiftConfig) -> int:
     cfg = resolve_sampler_backend(resolve_engine(cfg, world, tell=first), tell=first)
     preflight(cfg, world)
     if not worker and torchrun_launcher.requests_worker_processes(cfg.launch):
-        return launcher_of(cfg.launch).start(TrainingCommand(cfg.task, words, cfg.given), cfg.launch, os.environ)
+        command = TrainingCommand(cfg.task, words, cfg.given, resources_of_roles(cfg))
+        return launcher_of(cfg.launch).start(command, cfg.launch, os.environ)
     set_nccl_variables(cfg.launch.nccl_preset)
     if not worker:
         os.environ[OOM_RETRY] = "1"  # `main` starts this process again
     run_training(cfg)
     return 0
+
+
+def resources_of_roles(cfg: SwiftConfig) -> RoleResources:
+    """Return what engines and environments take of a Ray cluster beside the run's processes."""
+    placement = cfg.placement
+    engines = placement.sampler_engines or 0
+    workers = placement.environment_workers if placement.environment_placement == ON_CPUS else 0
+    return RoleResources(engines * placement.cpus_per_engine + workers, engines * cfg.vllm.vllm_tensor_parallel_size)
 
 
 def set_nccl_variables(preset: str) -> None:

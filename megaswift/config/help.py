@@ -47,7 +47,7 @@ COLUMN = 36
 """Where descriptions begin on the first page."""
 GROUPS: dict[str, tuple[str, ...]] = {
     "Optimizer and learning-rate schedule": ("optim", "schedule"),
-    "Reinforcement learning": ("preference", "rl", "rewards", "rollout", "critic"),
+    "Reinforcement learning": ("preference", "rl", "rewards", "rollout", "placement", "critic"),
     "Output, evaluation, trackers": ("checkpoint", "evaluation", "trackers"),
     "Devices: parallel layout, engine, processes": ("parallel", "engine", "launch"),
 }

@@ -20,6 +20,7 @@ from megaswift.options.option import Option, build_option_table
 from megaswift.options.spelling import TypedOption
 from megaswift.parallel.options.layout import ParallelConfig
 from megaswift.rewards.options import RewardConfig
+from megaswift.rollout.options.placement import PlacementConfig
 from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.rollout.options.vllm_engine import VllmSamplerConfig
 from megaswift.run.faults.options import FaultToleranceConfig
@@ -47,6 +48,7 @@ SECTIONS: dict[str, type] = {
     "rl": RlConfig,
     "rewards": RewardConfig,
     "rollout": RolloutConfig,
+    "placement": PlacementConfig,
     "critic": CriticConfig,
     "checkpoint": CheckpointConfig,
     "evaluation": EvaluationConfig,
@@ -108,6 +110,7 @@ class Sections:
     retrieval: RetrievalConfig
     rl: RlConfig
     rollout: RolloutConfig
+    placement: PlacementConfig
     rewards: RewardConfig
     critic: CriticConfig
     vllm: VllmSamplerConfig

@@ -129,9 +129,15 @@ FACTS: dict[str, Fact] = {
         "the {lr_scheduler_type} schedule has no step at which it reaches a final learning rate",
         "--lr_scheduler_type cosine",
     ),
+    "ray": Fact(
+        lambda c: c.launch.launcher == "ray" or c.placement.on_ray,
+        ("launcher", "sampler_engines", "environment_placement"),
+        "nothing of the run is on Ray",
+        "--launcher ray, or --sampler_engines 2",
+    ),
     "sync_files": Fact(
         sends_weights_in_files,
-        ("rollout_backend", "train_type", "rollout_lora"),
+        ("rollout_backend", "train_type", "rollout_lora", "sampler_engines"),
         "rollout_backend {rollout_backend} is not a server, and adapters are not sent separately",
         "--rollout_backend vllm_server, or --train_type lora",
     ),

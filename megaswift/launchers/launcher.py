@@ -13,6 +13,15 @@ from megaswift.launchers.options.launchers import launcher_entry
 
 
 @dataclass(frozen=True)
+class RoleResources:
+    """Cores and GPUs of the parts of a run that are Ray actors beside its processes."""
+
+    cores: int = 0
+    gpus: int = 0
+    """If the run is on GPUs."""
+
+
+@dataclass(frozen=True)
 class TrainingCommand:
     """The command line that workers run."""
 
@@ -20,6 +29,8 @@ class TrainingCommand:
     words: Sequence[str]
     given: frozenset[str] = frozenset()
     """Canonical names of the options in it: workers do not read others from the environment."""
+    roles: RoleResources = RoleResources()
+    """What other parts of the run take of a Ray cluster."""
 
 
 class Launcher(Protocol):

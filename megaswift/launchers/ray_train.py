@@ -8,112 +8,73 @@ checkpoints, metrics and retries are not used.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata, util
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from megaswift import log
-from megaswift.errors import EXPLAINED, ConfigError, Problem, first_line
+from megaswift.errors import EXPLAINED, ConfigError, Problem
 from megaswift.launchers import ray_worker, torchrun_launcher
-from megaswift.launchers.launcher import TrainingCommand
+from megaswift.launchers.launcher import RoleResources, TrainingCommand
 from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.ray_cluster import (
+    LOCAL,
+    TRAINER,
+    connect_to_ray,
+    last_line,
+    ray_address,
+    ray_package_problems,
+    role_label,
+)
 from megaswift.launchers.ray_messages import RunMessageActor
 
-LOCAL = "local"
-OLDEST = (2, 51)
-"""The release from which Ray Train is its second version unless one says otherwise."""
+NO_ROLES = RoleResources()
 LOOK_SECONDS = 0.3
 PATIENCE_SECONDS = 60.0
 """Without a process in this time it is said what the run may wait for."""
-KNOCK_SECONDS = 10.0
-QUIET = {
-    "RAY_TRAIN_V2_ENABLED": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-}
-"""Defaults of Ray's variables: nothing is reported to its makers, and an end is noticed soon."""
 
 
 def missing_ray_problems(launch: LaunchConfig) -> list[Problem]:
     """What a run under Ray lacks on this machine."""
     if launch.launcher != "ray":
         return []
-    if util.find_spec("ray") is None:
-        return [Problem("--launcher ray", "the package ray is not installed", "run pip install 'ray[train]'")]
-    version = metadata.version("ray")
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        rule = f"needs ray {'.'.join(map(str, OLDEST))} or later; {version} is installed"
-        return [Problem("--launcher ray", rule, "run pip install -U 'ray[train]'")]
-    return []
+    return ray_package_problems("--launcher ray")
 
 
-def start_on_ray(launch: LaunchConfig, task: str, argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def start_on_ray(
+    launch: LaunchConfig,
+    task: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    roles: RoleResources = NO_ROLES,
+) -> int:
     """Runs `megaswift TASK ARGV` on Ray's workers to the end. 0, 1 when a process failed, 128 + n when signal n ended
     it."""
-    os.environ.update({name: environ.get(name, value) for name, value in QUIET.items()})
+    address = ray_address(launch, environ)
+    world = torchrun_launcher.world_size_of_launch_options(launch)
+    connect_to_ray(address, max(os.cpu_count() or 1, world * (launch.cpus_per_worker + 1) + roles.cores))
     import ray
 
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    address = launch.ray_address or environ.get("RAY_ADDRESS") or LOCAL
-    _connect(address, launch)
     try:
-        gpu = _reserves_gpu(launch)
+        gpu = _reserves_gpu(launch, roles)
         exchange = _exchange()
         given = {"MEGASWIFT_CHECKED": "1", "MEGASWIFT_LAUNCHER": "ray", "MEGASWIFT_RUN": uuid.uuid4().hex}
         given |= {name: environ[name] for name in ("OMP_NUM_THREADS",) if name in environ}
         given |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        given["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         plan = {"task": task, "argv": list(argv), "environ": given, "folder": os.getcwd(), "exchange": exchange}
         with tempfile.TemporaryDirectory(prefix="megaswift-ray-") as folder:
             run = _Run(_trainer(launch, plan, gpu, folder), exchange)
             return run.wait(None if address == LOCAL else _workers(launch, gpu))
     finally:
         ray.shutdown()
-
-
-def _connect(address: str, launch: LaunchConfig) -> None:
-    """Joins the cluster, or starts one of this machine alone that nobody else can reach."""
-    import ray
-
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address == LOCAL:
-        root = str(Path(__file__).resolve().parents[2])
-        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        cores = max(
-            os.cpu_count() or 1, torchrun_launcher.world_size_of_launch_options(launch) * launch.cpus_per_worker
-        )
-        options |= {"num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    try:
-        _knock(address)
-        ray.init(address, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            Problem(
-                f"Ray at {address}",
-                f"cannot be reached: {first_line(error)}",
-                "use --ray_address HOST:PORT of a running cluster (if it requires a token: RAY_AUTH_MODE=token), or "
-                "--ray_address local",
-            )
-        ) from None
-
-
-def _knock(address: str) -> None:
-    """OSError where nobody listens; Ray itself would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdigit() and "//" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
 
 
 def _exchange() -> Any:
@@ -129,15 +90,15 @@ def _exchange() -> Any:
         raise ConfigError(
             Problem(
                 f"Ray at {where}",
-                f"cannot run megaswift: {_last_line(error)}",
+                f"cannot run megaswift: {last_line(error)}",
                 "install the same Python, ray and megaswift on every node of the cluster",
             )
         ) from None
     return exchange
 
 
-def _reserves_gpu(launch: LaunchConfig) -> bool:
-    """Whether each worker has a GPU. ConfigError when the cluster is smaller than the run."""
+def _reserves_gpu(launch: LaunchConfig, roles: RoleResources = NO_ROLES) -> bool:
+    """Whether each worker has a GPU. ConfigError when the cluster is smaller than the run with its other roles."""
     import ray
 
     there = ray.cluster_resources()
@@ -146,23 +107,28 @@ def _reserves_gpu(launch: LaunchConfig) -> bool:
     cores = int(there.get("CPU", 0))
     gpu = gpus > 0 if launch.use_gpu is None else launch.use_gpu
     problems = []
-    if gpu and gpus < world:
+    if gpu and gpus < world + roles.gpus:
+        beside = f", and engines with {log.count_text(roles.gpus, 'GPU')}" if roles.gpus else ""
+        left = gpus - roles.gpus
         problems.append(
             Problem(
-                f"{log.count_text(world, 'process')} with a GPU each",
+                f"{log.count_text(world, 'process')} with a GPU each{beside}",
                 f"the cluster has {log.count_text(gpus, 'GPU')}",
-                f"--num_workers {gpus}" if gpus else "--use_gpu false",
+                f"--num_workers {left}" if left > 0 else "--use_gpu false",
             )
         )
-    if cores < world * launch.cpus_per_worker:
+    if cores < world * launch.cpus_per_worker + roles.cores:
+        beside = f", and other roles with {log.count_text(roles.cores, 'core')}" if roles.cores else ""
+        each = log.count_text(launch.cpus_per_worker, "core")
+        left = cores - roles.cores
         fix = (
-            f"--num_workers {cores // launch.cpus_per_worker}"
-            if cores >= launch.cpus_per_worker
+            f"--num_workers {left // launch.cpus_per_worker}"
+            if left >= launch.cpus_per_worker
             else "--cpus_per_worker 1"
         )
         problems.append(
             Problem(
-                f"{log.count_text(world, 'process')} with {log.count_text(launch.cpus_per_worker, 'core')} each",
+                f"{log.count_text(world, 'process')} with {each} each{beside}",
                 f"the cluster has {log.count_text(cores, 'core')}",
                 fix,
             )
@@ -196,6 +162,7 @@ def _trainer(launch: LaunchConfig, plan: dict[str, Any], gpu: bool, folder: str)
         use_gpu=gpu,
         placement_strategy=launch.placement_strategy.upper(),
         resources_per_worker={"CPU": launch.cpus_per_worker} | ({"GPU": 1} if gpu else {}),
+        **({"label_selector": kept} if (kept := role_label(TRAINER)) else {}),
     )
     return TorchTrainer(
         ray_worker.run_worker,
@@ -265,7 +232,7 @@ class _Run:
             log.info(f"rank {rank} failed with exit code {code}; its messages are above")
         elif self.error is not None:
             causes = getattr(self.error, "worker_failures", None) or {0: self.error}
-            log.info(f"Ray ended the run: {_last_line(next(iter(causes.values())))}")
+            log.info(f"Ray ended the run: {last_line(next(iter(causes.values())))}")
         return 1 if failed or self.error is not None else 0
 
     @contextlib.contextmanager
@@ -299,11 +266,6 @@ def _free() -> str:
     return f"{log.count_text(cores, 'core')} and {log.count_text(gpus, 'GPU')}"
 
 
-def _last_line(error: BaseException) -> str:
-    """Ray's errors hold a traceback, and at its end what happened."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
-
-
 class RayLauncher:
     """Workers of Ray Train."""
 
@@ -315,7 +277,7 @@ class RayLauncher:
         """The run of this command line by Ray's workers; its exit code."""
         counted = {"num_workers", "nproc_per_node"} & command.given  # else by NPROC_PER_NODE, which is this machine's
         count = [] if counted else ["--nproc_per_node", str(launch.nproc_per_node)]
-        return start_on_ray(launch, command.task, [*command.words, *count], environ)
+        return start_on_ray(launch, command.task, [*command.words, *count], environ, command.roles)
 
 
 LAUNCHER = RayLauncher()

@@ -12,6 +12,8 @@ from megaswift.models.spec import ModelSpec
 
 VLLM = "vllm"
 TRANSFORMERS = "transformers"
+SERVER = "vllm_server"
+"""Stands for every sampler with GPUs of its own."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Rollout:
         """That of a run whose prompts have `group` completions."""
         o = cfg.rollout
         return cls(
-            o.rollout_backend,
+            o.rollout_backend if cfg.placement.sampler_engines is None else SERVER,
             o.max_completion_length,
             group,
             cfg.rl.num_iterations,

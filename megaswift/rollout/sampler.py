@@ -161,6 +161,14 @@ class InterruptibleSampler(Protocol):
         returned as they are. With equal weights, interruptions do not change what is drawn."""
 
 
+@runtime_checkable
+class RestartedSampler(Protocol):
+    """A sampler whose engines are started again when they end."""
+
+    def restarts(self) -> int:
+        """How often that has happened since the sampler was made."""
+
+
 @dataclass(frozen=True)
 class BatchImages:
     """The images of some prompts."""

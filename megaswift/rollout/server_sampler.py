@@ -135,8 +135,12 @@ class ServerSampler(ABC):
         """Writes the weights to the sync folder, from which every server loads them."""
         assert self.weights is not None, "missing() requires sync_folder"
         folder = self.weights.write(weights)
-        self.servers.each(lambda server: self.load(server, folder.absolute()))
+        self.load_folder(folder)
         self.weights.taken(folder)
+
+    def load_folder(self, folder: Path) -> None:
+        """Every server loads the weights in `folder`."""
+        self.servers.each(lambda server: self.load(server, folder.absolute()))
 
     def update_adapter(self, folder: Path) -> None:
         """Every server loads the adapter in `folder`."""

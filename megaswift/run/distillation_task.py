@@ -13,7 +13,12 @@ from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.run.checks.adapter_sync import adapter_rank, syncs_adapters_only
 from megaswift.run.dataset_task import DatasetTask
 from megaswift.run.plan import RunPlan
-from megaswift.run.policy_task import build_sampler, build_sampler_in_freed_memory
+from megaswift.run.policy_task import (
+    build_sampler,
+    build_sampler_in_freed_memory,
+    ranks_per_engine,
+    sync_folder_of,
+)
 from megaswift.run.summary import SummaryFacts
 from megaswift.run.task import TaskData, TaskParts
 from megaswift.run.teacher import TeacherModel, build_teacher, teacher_text
@@ -26,7 +31,7 @@ from megaswift.trainers.distillation.server import ServerTeacher
 from megaswift.trainers.distillation.stored import StoredTeacher, write_teacher_logits
 from megaswift.trainers.hook import Rate
 from megaswift.trainers.rl.generation import CompletionGenerator
-from megaswift.trainers.rl.sampler import samples_on_every_rank, sampling_params_of, sync_folder
+from megaswift.trainers.rl.sampler import samples_on_every_rank, sampling_params_of
 from megaswift.trainers.rl.scheduler import Timed, lend_device
 
 
@@ -106,8 +111,8 @@ def build_writers(plan: RunPlan, data: TaskData, engine: Engine, model: TeacherM
     options = cfg.distillation
     geometry = plan.geometry()
     sampling = sampling_params_of(cfg.rollout, data.tokenizer, plan.folder)
-    everywhere = samples_on_every_rank(cfg.rollout.rollout_backend)
-    shared = cfg.vllm.vllm_tensor_parallel_size
+    everywhere = samples_on_every_rank(cfg.rollout.rollout_backend, cfg.placement.sampler_engines)
+    shared = ranks_per_engine(cfg)
     place = plan.context.coordinates
 
     # The model's own sampler.
@@ -117,8 +122,7 @@ def build_writers(plan: RunPlan, data: TaskData, engine: Engine, model: TeacherM
     if options.lmbda > 0:
         alone = plan.adapts and syncs_adapters_only(cfg, plan.spec, plan.folder)
         sampler = build_sampler_in_freed_memory(plan, engine, parts, adapter_rank(cfg.lora) if alone else 0)
-        folder = sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), plan.folder)
-        adapters = SyncRounds(folder, "adapter") if alone else None
+        adapters = SyncRounds(sync_folder_of(cfg, plan.folder), "adapter") if alone else None
         student = CompletionGenerator(
             engine, place, sampler, sampling, cfg.train.seed, None, adapters, plan.base, everywhere, shared
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -28,6 +29,7 @@ from megaswift.engine.flops import step_flop_formula
 from megaswift.engine.protocol import Engine
 from megaswift.errors import DataError
 from megaswift.evaluation.training import TrainingTasks
+from megaswift.launchers.ray_cluster import LOCAL, ray_address
 from megaswift.log import count_text
 from megaswift.losses.options.preference import beta_of
 from megaswift.losses.value import ValueLoss
@@ -40,7 +42,8 @@ from megaswift.rewards.scoring import (
     RewardFunction,
     missing_reward_column_problems,
 )
-from megaswift.rollout.options.rollout import SERVERS, RolloutConfig
+from megaswift.rollout.options.placement import ON_CPUS
+from megaswift.rollout.options.rollout import SERVERS
 from megaswift.rollout.sampler import Sampler, SamplerOptions, make_sampler
 from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.run.checks.adapter_sync import (
@@ -51,6 +54,7 @@ from megaswift.run.checks.adapter_sync import (
 from megaswift.run.checks.prefix_sharing import shares_prefixes
 from megaswift.run.engines import RankContext, make_engine
 from megaswift.run.plan import RunPlan
+from megaswift.run.ray_roles import build_environment_workers, build_ray_sampler
 from megaswift.run.summary import SummaryFacts, trained_parameter_share_text
 from megaswift.run.task import Task, TaskData, TaskParts
 from megaswift.run.teacher import build_teacher
@@ -166,13 +170,16 @@ def add_rl_summary_rows(
     """Add the first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg = plan.cfg
     generation = generation_batch_plan(plan.cfg, plan.layout.dp)
-    samplers = plan.layout.world_size if samples_on_every_rank(cfg.rollout.rollout_backend) else plan.layout.dp
-    shared = cfg.vllm.vllm_tensor_parallel_size
+    everywhere = samples_on_every_rank(cfg.rollout.rollout_backend, cfg.placement.sampler_engines)
+    samplers = count_text(plan.layout.world_size if everywhere else plan.layout.dp, "rank")
+    if cfg.placement.sampler_engines:
+        samplers = f"{count_text(cfg.placement.sampler_engines, 'engine')} on Ray"
+    shared = ranks_per_engine(cfg)
     at_once = rollout_batch_size(cfg.rollout, cfg.data.max_length, cfg.model.torch_dtype, plan.spec)
     sampling = (
         f"{count_text(generation.generations, 'completion')} for each of {count_text(generation.prompts, 'prompt')} "
         f"at a time, up to {cfg.rollout.max_completion_length} tokens, "
-        f"by {cfg.rollout.rollout_backend} on {count_text(samplers, 'rank')}"
+        f"by {cfg.rollout.rollout_backend} on {samplers}"
         f"{f', {shared} per engine' if shared > 1 else ''}, {at_once} at once, "
         f"for {count_text(generation.steps, 'step')}"
     )
@@ -274,16 +281,21 @@ def build_critic(plan: RunPlan, rate: Rate, total_steps: int) -> CriticTrainer |
     return CriticTrainer(engine, ValueLoss(cfg.critic.cliprange_value, cfg.critic.vf_coef), critic_rate)
 
 
-def build_multi_turn(cfg: SwiftConfig, tokenizer: Any) -> MultiTurnRunner | None:
-    """Build the runner of conversations; None for a run without an environment."""
+def build_multi_turn(cfg: SwiftConfig, tokenizer: Any, context: RankContext | None = None) -> MultiTurnRunner | None:
+    """Build the runner of conversations; None for a run without an environment. `context`: the rank, where environments
+    may have workers on Ray. Collective then."""
     text = cfg.rollout.environment
     if text is None:
         return None
     environment = load_environment_class(text)
+    make: Callable[[], EnvironmentWithNamedErrors]
+    make = partial(EnvironmentWithNamedErrors.make, f"--environment {text}", environment)
+    if cfg.placement.environment_placement == ON_CPUS and context is not None:
+        make = build_environment_workers(cfg, environment, context)
     agent_text = cfg.data.agent_template if cfg.data.agent_template in AGENT_TEXTS else ""
     variables = thinking_variable(cfg.data.enable_thinking, tokenizer.chat_template)
     return MultiTurnRunner(
-        lambda: EnvironmentWithNamedErrors.make(f"--environment {text}", environment),
+        make,
         ChatTurns(tokenizer, variables, agent_text or ""),
         cfg.rollout.max_turns,
         cfg.data.max_length,
@@ -348,13 +360,11 @@ def rollout_dependencies(
         None if replays else build_sampler_in_freed_memory(plan, engine, offloaded_parts, rank),
         sampling_params_of(cfg.rollout, tokenizer, plan.folder),
         cfg.train.seed,
-        None if replays else build_multi_turn(cfg, tokenizer),
-        SyncRounds(sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), plan.folder), "adapter")
-        if adapters_only
-        else None,
+        None if replays else build_multi_turn(cfg, tokenizer, context),
+        SyncRounds(sync_folder_of(cfg, plan.folder), "adapter") if adapters_only else None,
         plan.base,
-        samples_on_every_rank(cfg.rollout.rollout_backend),
-        cfg.vllm.vllm_tensor_parallel_size,
+        samples_on_every_rank(cfg.rollout.rollout_backend, cfg.placement.sampler_engines),
+        ranks_per_engine(cfg),
         images,
     )
 
@@ -369,7 +379,7 @@ def rollout_dependencies(
         cfg.rollout.rollout_sleep,
         offloaded_parts,
         None if critic is None else critic.engine,
-        draws_at_once(cfg.rollout, settings),
+        draws_at_once(cfg, settings),
     )
     collator = RolloutCollator(
         data_sources.padding_shape_of(tokenizer, geometry),
@@ -394,10 +404,11 @@ def rollout_dependencies(
     )
 
 
-def draws_at_once(rollout: RolloutConfig, settings: RlSettings) -> int:
-    """Return how many draws may be written at the same time: with servers all that the queue has room for, so that the
-    long completions of one draw leave no server idle."""
-    independent = rollout.rollout_backend in SERVERS and rollout.environment is None
+def draws_at_once(cfg: SwiftConfig, settings: RlSettings) -> int:
+    """Return how many draws may be written at the same time: with servers and engines all that the queue has room for,
+    so that the long completions of one draw leave none idle."""
+    apart = cfg.rollout.rollout_backend in SERVERS or cfg.placement.sampler_engines
+    independent = apart and cfg.rollout.environment is None
     return settings.max_staleness // settings.steps + 1 if independent else 1
 
 
@@ -450,7 +461,10 @@ def sampler_options(
         max_length=cfg.data.max_length,
         memory_share=rollout.vllm_gpu_memory_utilization,
         seed_requests=seeds_requests(
-            rollout.rollout_backend, cfg.vllm.vllm_seed_requests, torch.device(device).type == "cuda"
+            rollout.rollout_backend,
+            cfg.vllm.vllm_seed_requests,
+            torch.device(device).type == "cuda",
+            cfg.placement.sampler_engines,
         ),
         tensor_parallel_size=cfg.vllm.vllm_tensor_parallel_size,
         engine_arguments=cfg.vllm.engine_arguments,
@@ -466,17 +480,28 @@ def sampler_options(
 def build_sampler(
     cfg: SwiftConfig, spec: ModelSpec, folder: Path, context: RankContext, dtype: str, rank: int
 ) -> Sampler | None:
-    """Build this rank's sampler; None if another rank of the replica has it."""
+    """Build this rank's sampler; None if another rank of the replica has it. Collective."""
+    options = sampler_options(cfg, spec, sync_folder_of(cfg, folder), str(context.device), dtype, rank)
+    if cfg.placement.sampler_engines:
+        return build_ray_sampler(cfg, folder, options, context)
     if not samples_on_every_rank(cfg.rollout.rollout_backend) and not is_sampling_rank(context.coordinates):
         return None
-    options = sampler_options(
-        cfg, spec, sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), folder), str(context.device), dtype, rank
-    )
     if not options.seed_requests:
         # Engines may share the completions of a prompt, which would be equal if the engines had one seed. Ranks of one
         # engine draw the same tokens.
         options = replace(options, seed=cfg.train.seed + context.rank // options.tensor_parallel_size)
     return make_sampler(cfg.rollout.rollout_backend, folder, options)
+
+
+def sync_folder_of(cfg: SwiftConfig, folder: Path) -> Path:
+    """Return the folder of new weights for the samplers of a run."""
+    elsewhere = bool(cfg.placement.sampler_engines) and ray_address(cfg.launch, os.environ) != LOCAL
+    return sync_folder(cfg.rollout, Path(cfg.checkpoint.output_dir), folder, elsewhere)
+
+
+def ranks_per_engine(cfg: SwiftConfig) -> int:
+    """Return how many ranks share an engine in their processes."""
+    return 1 if cfg.placement.sampler_engines else cfg.vllm.vllm_tensor_parallel_size
 
 
 def build_sampler_in_freed_memory(

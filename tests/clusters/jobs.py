@@ -20,11 +20,13 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 def job(launcher: str, nodes: int = 2, gpus: int = 8, folder: Path = Path("/out/jobs/run"), **options: Any) -> Job:
     """A job of two nodes with eight GPUs each, unless said otherwise."""
-    more = {name: options.pop(name) for name in ("run_text", "overrides", "workdir") if name in options}
+    more = {name: options.pop(name) for name in ("run_text", "overrides", "workdir", "roles") if name in options}
     text, overrides, workdir = (
         more.get("run_text", "task: sft\n"),
         more.get("overrides", ()),
         more.get("workdir", "/work"),
     )
     cluster = Cluster("lab", launcher, {**NEEDED[launcher], **options})
-    return Job("run", cluster, text, tuple(overrides), nodes, gpus, gpus or 1, workdir, folder, "/env/bin/python")
+    sizes = (nodes, gpus, gpus or 1)
+    roles = tuple(more.get("roles", ()))
+    return Job("run", cluster, text, tuple(overrides), *sizes, workdir, folder, "/env/bin/python", roles)

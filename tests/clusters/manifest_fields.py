@@ -148,7 +148,7 @@ MPI_JOB = {
         "mpiReplicaSpecs": {"Launcher": REPLICA, "Worker": REPLICA},
     },
 }
-GROUP = {"rayStartParams": TEXTS, "template": TEMPLATE}
+GROUP = {"labels": TEXTS, "rayStartParams": TEXTS, "template": TEMPLATE}
 RAY_SPEC = {
     "rayVersion": str,
     "headGroupSpec": GROUP,

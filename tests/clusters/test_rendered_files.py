@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megaswift.clusters.job import Job, SubmittedJob
+from megaswift.clusters.job import Job, Role, SubmittedJob
 from megaswift.clusters.job_folder import KEPT
 from megaswift.clusters.scheduler import scheduler_of
 from megaswift.clusters.shell_lines import shell_words
@@ -89,6 +89,16 @@ JOBS: dict[str, Job] = {
     "kubernetes_volcano_ascend": job("kubernetes", kind="volcano", gpu_resource="huawei.com/Ascend910"),
     "ray": job("ray", 2, 1, environment={"HF_HOME": "/data/hf"}),
     "rayjob": job("ray", 2, 8, submit_to="rayjob", ray_version="2.51.0", image="registry/megaswift:ray", **CLUSTER),
+    "rayjob_roles": job(
+        "ray",
+        2,
+        8,
+        submit_to="rayjob",
+        ray_version="2.51.0",
+        image="registry/megaswift:ray",
+        roles=(Role("engines", 4, 8, 2), Role("environments", 16, 1, 0)),
+        **CLUSTER,
+    ),
     "raycluster": job("ray", 1, 0, submit_to="raycluster", ray_version="2.51.0", image="registry/megaswift:ray"),
     "dlc": job("dlc", workspace_id="123", data_sources=["d-1", "d-2"], vpc_id="vpc-1", priority=5),
     "ssh": job("ssh", secret_variables=["HF_TOKEN"], ssh_options=["-p", "2222"], network="ethernet"),

@@ -311,6 +311,9 @@ NEEDS = (
         "layout": {"global_batch_size": 64},
         "planned_gpu": {"layout": "auto", "global_batch_size": 64},
         "max_turns": {"environment": "e.py:E"},
+        "cpus_per_engine": {"sampler_engines": 2},
+        "environment_placement": {"environment": "e.py:E"},
+        "environment_workers": {"environment": "e.py:E", "environment_placement": "cpu"},
         "reward_weights": {"reward_funcs": ["format"]},
     }
     | {

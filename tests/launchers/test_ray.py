@@ -1,6 +1,7 @@
 """Runs under Ray: real local Rays of two workers on a CPU, against the same runs under torchrun; and how they end.
 
-Covers: megaswift/launchers/ray_messages.py, megaswift/launchers/ray_train.py, megaswift/launchers/ray_worker.py.
+Covers: megaswift/launchers/ray_cluster.py, megaswift/launchers/ray_messages.py, megaswift/launchers/ray_train.py,
+megaswift/launchers/ray_worker.py.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from typing import Any
 
 import pytest
 
+from megaswift.clusters.job import Role
 from megaswift.commands import training
-from megaswift.config import load_config
+from megaswift.commands.submit import roles_of
+from megaswift.config import SwiftConfig, load_config
+from megaswift.errors import ConfigError
+from megaswift.launchers.launcher import RoleResources
+from megaswift.launchers.options.launch import LaunchConfig
+from megaswift.launchers.ray_cluster import ray_address
 from megaswift.launchers.ray_messages import RunMessageActor, WorkerEventsSinceLastPoll
-from megaswift.launchers.ray_train import _Run, missing_ray_problems
+from megaswift.launchers.ray_train import _reserves_gpu, _Run, missing_ray_problems
 from megaswift.trainers.checkpoints import CheckpointStore
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.launchers.test_other_launchers import SCRIPT, SFT, environment, file, start  # noqa: F401 (a fixture)
 from tests.run.test_training import values
+from tests.sources import ROOT
 
 RAY = ["--launcher", "ray", "--ray_address", "local"]
 SHORT = ["--max_steps", "2", "--save_steps", "1"]
@@ -216,3 +224,71 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     assert run._ended(failed) == code
     err = capsys.readouterr().err
     assert line in err and bool(err) == bool(line)
+
+
+@pytest.mark.parametrize(
+    ("workers", "roles", "lacks"),
+    [
+        (6, RoleResources(2, 2), ""),
+        (7, RoleResources(2, 2), "7 processes with a GPU each, and engines with 2 GPUs: the cluster has 8 GPUs"),
+        (
+            6,
+            RoleResources(5, 2),
+            "6 processes with 1 core each, and other roles with 5 cores: the cluster has 10 cores",
+        ),
+    ],
+)
+def test_other_roles_of_a_run_count(
+    workers: int, roles: RoleResources, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 10.0, "GPU": 8.0})
+    launch = LaunchConfig(launcher="ray", num_workers=workers)
+    if not lacks:
+        assert _reserves_gpu(launch, roles)
+        return
+    with pytest.raises(ConfigError, match=lacks):
+        _reserves_gpu(launch, roles)
+
+
+def test_what_engines_and_environments_take() -> None:
+    vllm = {"rollout_backend": "vllm", "vllm_tensor_parallel_size": 2, "sampler_engines": 3, "cpus_per_engine": 4}
+    worlds = {"environment": "e.py:E", "environment_placement": "cpu", "environment_workers": 5}
+    cfg = SwiftConfig(task="grpo", reward_funcs=["length"], **vllm, **worlds)
+    assert training.resources_of_roles(cfg) == RoleResources(17, 6)
+    assert [*roles_of(cfg, True)] == [Role("engines", 3, 4, 2), Role("environments", 5, 1, 0)]
+    assert [*roles_of(cfg.replace(environment_placement="trainer"), False)] == [Role("engines", 3, 4, 0)]
+
+
+def test_the_cluster_of_a_process() -> None:
+    """One that Ray has started belongs to its cluster, whatever the option says."""
+    launch = LaunchConfig(launcher="ray", ray_address="local")
+    assert ray_address(launch, {"RAY_ADDRESS": "h:1"}) == "local"
+    assert ray_address(launch, {"RAY_ADDRESS": "h:1", "MEGASWIFT_RUN": "x"}) == "h:1"
+    assert ray_address(LaunchConfig(), {"RAY_ADDRESS": "h:1"}) == "h:1" and ray_address(LaunchConfig(), {}) == "local"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_ray_of_one_machine_is_not_reached_from_others(ray_folder: dict[str, str]) -> None:
+    """None of its programs listens on another address than the loopback one."""
+    script = """
+import psutil
+from megaswift.launchers.ray_cluster import connect_to_ray
+connect_to_ray("local", 2)
+import ray
+@ray.remote
+def look():
+    return 1
+ray.get(look.remote())
+for process in psutil.Process().children(recursive=True):
+    for connection in process.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            print("listens", process.name(), connection.laddr.ip)
+ray.shutdown()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(ROOT) | ray_folder, capture_output=True, text=True, check=True
+    )
+    found = [line.split() for line in done.stdout.splitlines() if line.startswith("listens")]
+    assert {"raylet", "gcs_server"} <= {words[1] for words in found}, done.stdout
+    assert {words[-1].removeprefix("::ffff:") for words in found} <= {"127.0.0.1", "::1"}, found

@@ -81,6 +81,7 @@ def test_a_share_of_vllm_while_the_model_trains() -> None:
     assert awake.sampler == int(0.3 * DEVICE) and not awake.sampling
     assert asleep.sampler == 0 and asleep.total == awake.total - awake.sampler
     assert estimate(rollout_backend="vllm_server").total == asleep.total
+    assert estimate(sampler_engines=2).total == asleep.total
 
 
 def test_writing_needs_most_where_vllm_has_most() -> None:

@@ -81,7 +81,7 @@ class LaunchConfig:
         None,
         "Ray: HOST:PORT, auto or local; default: RAY_ADDRESS, else local",
         metavar="ADDRESS",
-        only_with={"launcher": "ray"},
+        only_with={"ray": True},
     )
     use_gpu: bool | None = option(
         None,

@@ -46,7 +46,7 @@ class VllmSamplerConfig:
 
     vllm_tensor_parallel_size: int = option(
         1,
-        "Ranks of a node that share one engine, each with a part of the model",
+        "Ranks of a node, or GPUs of an engine on Ray, that share one model",
         minimum=1,
         unit="ranks",
         tasks=SAMPLED,

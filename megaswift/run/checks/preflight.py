@@ -401,7 +401,9 @@ def vision_problems(cfg: SwiftConfig, spec: ModelSpec) -> list[Problem]:
                 "use --streaming false: images are read on demand, and only tokens are cached",
             )
         )
-    problems += vision_rollout_problems(cfg.rollout, cfg.rewards) if cfg.task in RL else []
+    problems += (
+        vision_rollout_problems(cfg.rollout, cfg.rewards, cfg.placement.sampler_engines) if cfg.task in RL else []
+    )
     return problems + image_support_problems(locate_model(cfg.model, weights=False), model)
 
 

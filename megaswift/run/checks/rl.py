@@ -21,6 +21,7 @@ from megaswift.parallel.constraints import LayoutRequest
 from megaswift.rewards.functions import NAMED, SPELLINGS, is_file_function
 from megaswift.rewards.options import RewardConfig
 from megaswift.rollout.options.rollout import RolloutConfig
+from megaswift.run.checks.placement import placement_problems
 from megaswift.trainers.options.batch_sizes import batch_problems
 from megaswift.trainers.rl.adapters import adapter_problems, is_adapted
 from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
@@ -40,7 +41,13 @@ def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
     return [
         *_found([lambda: batch_problems_of(cfg, world_size)]),
         *reward_environment_and_model_problems(cfg),
-        *_found([lambda: missing_sampler_backend_problems(cfg.rollout), lambda: engine_size_problems(cfg, world_size)]),
+        *_found(
+            [
+                lambda: missing_sampler_backend_problems(cfg.rollout),
+                lambda: engine_size_problems(cfg, world_size),
+                lambda: placement_problems(cfg, world_size),
+            ]
+        ),
     ]
 
 
@@ -60,7 +67,7 @@ def _found(checks: Sequence[Callable[[], Iterator[Problem]]]) -> list[Problem]:
     return problems
 
 
-def vision_rollout_problems(rollout: RolloutConfig, rewards: RewardConfig) -> list[Problem]:
+def vision_rollout_problems(rollout: RolloutConfig, rewards: RewardConfig, engines: int | None = None) -> list[Problem]:
     """Report options that sampling from a vision-language model does not support."""
     model = "a vision-language model"
     problems = []
@@ -69,6 +76,9 @@ def vision_rollout_problems(rollout: RolloutConfig, rewards: RewardConfig) -> li
         problems.append(
             Problem(f"--rollout_backend {rollout.rollout_backend}", rule, f"--rollout_backend {TRANSFORMERS}")
         )
+    if engines is not None:
+        rule = f"do not get the images of {model}'s prompts"
+        problems.append(Problem(f"--sampler_engines {engines}", rule, "leave it out"))
     if rollout.environment is not None:
         rule = f"conversations with {model} have one turn"
         problems.append(Problem(f"--environment {rollout.environment}", rule, "leave it out, and use --reward_funcs"))
@@ -186,6 +196,8 @@ def engine_size_problems(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]
     size = cfg.vllm.vllm_tensor_parallel_size
     label = f"--vllm_tensor_parallel_size {size}"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if cfg.placement.sampler_engines:
+        ranks = size  # an engine has GPUs of its own
     if ranks % size:
         fits = max(n for n in range(1, min(size, ranks) + 1) if ranks % n == 0)
         rule = f"does not divide the {ranks} ranks of a node"

@@ -94,12 +94,13 @@ def load_environment_class(text: str) -> Callable[[], Environment]:
 METHODS = "define reset(prompt, **columns) and step(answer), or run(prompt, base_url, **columns)"
 
 
-def _is_agent(environment: Any) -> bool:
+def is_agent_class(environment: Any) -> bool:
+    """Return whether a class, or an object of it, has `run` in the place of `reset` and `step`."""
     return callable(getattr(environment, "run", None)) and not callable(getattr(environment, "step", None))
 
 
 def _lacking_methods(environment: Any) -> str:
-    if _is_agent(environment):
+    if is_agent_class(environment):
         return ""
     missing = (method for method in ("reset", "step") if not callable(getattr(environment, method, None)))
     return " and no ".join(missing)
@@ -194,7 +195,7 @@ class EnvironmentWithNamedErrors:
     @property
     def is_agent(self) -> bool:
         """Whether it is an agent: it has `run` in the place of `reset` and `step`."""
-        return _is_agent(self.inner)
+        return is_agent_class(self.inner)
 
     def run(
         self, prompt: Any, base_url: str, columns: Mapping[str, Any], began: Callable[[Callable[[bool], None]], None]

@@ -21,6 +21,7 @@ from megaswift.rollout.sampler import (
     Completion,
     ImageSampler,
     InterruptibleSampler,
+    RestartedSampler,
     Sampler,
     SamplingParams,
 )
@@ -119,6 +120,10 @@ class CompletionGenerator:
         )
         if distributed.global_rank() == 0:
             rounds.taken(folder)
+
+    def engine_restarts(self) -> int | None:
+        """Return how often engines of the sampler were started again; None where nothing counts it."""
+        return self.sampler.restarts() if isinstance(self.sampler, RestartedSampler) else None
 
     def close(self) -> None:
         """Free the samplers' memory and remove their files. Not collective."""

@@ -56,12 +56,13 @@ def stop_token_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(t) for t in token_ids if t is not None))
 
 
-def sync_folder(options: RolloutConfig, output: Path, folder: Path) -> Path:
+def sync_folder(options: RolloutConfig, output: Path, folder: Path, elsewhere: bool = False) -> Path:
     """Return the folder of weights and adapters for samplers: the option's, else in shared memory where all samplers
-    are on this machine and the model of `folder` fits twice, else in the output directory."""
+    are on this machine and the model of `folder` fits twice, else in the output directory. `elsewhere`: samplers may be
+    on other machines than the servers that the options name."""
     if options.rollout_sync_folder is not None:
         return Path(options.rollout_sync_folder)
-    if _on_this_machine(options.rollout_server_url) and _fits_in_shared_memory(folder):
+    if not elsewhere and _on_this_machine(options.rollout_server_url) and _fits_in_shared_memory(folder):
         name = hashlib.sha256(str(output.resolve()).encode()).hexdigest()[:12]
         return SHARED_MEMORY / f"megaswift-{os.getuid()}-{name}"
     return output / SYNC
@@ -99,12 +100,13 @@ def rollout_batch_size(options: RolloutConfig, max_length: int, dtype: str | Non
     return min(MOST, max(1, memory // CACHE_PARTS // completion)) if in_process else ON_CPU
 
 
-def seeds_requests(backend: str, asked: bool | None, cuda: bool) -> bool:
+def seeds_requests(backend: str, asked: bool | None, cuda: bool, engines: int | None = None) -> bool:
     """Return whether each completion has a seed of its own. With one, vLLM on a GPU draws row by row and not by
-    FlashInfer's sampler, which takes milliseconds of each decoded token."""
-    return not (backend == "vllm" and cuda) if asked is None else asked
+    FlashInfer's sampler, which takes milliseconds of each decoded token; with engines on Ray, a completion may be asked
+    of several."""
+    return bool(engines) or not (backend == "vllm" and cuda) if asked is None else asked
 
 
-def samples_on_every_rank(backend: str) -> bool:
-    """Return whether every rank has a sampler."""
-    return backend in EVERYWHERE
+def samples_on_every_rank(backend: str, engines: int | None = None) -> bool:
+    """Return whether every rank has a sampler. `engines`: those on Ray, which all ranks share."""
+    return backend in EVERYWHERE and not engines

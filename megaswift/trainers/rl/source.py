@@ -152,6 +152,8 @@ class RolloutSource:
             self.metrics |= staleness_metrics([r.completion for r in rollouts], self.steps_begun)
         if self.settings.max_staleness and self.parts.replay is None:
             self.metrics["sampling/queue"] = float(len(self.parts.scheduler.queue.draws))
+        if (restarts := self.parts.scheduler.generation.engine_restarts()) is not None:
+            self.metrics["sampling/engine_restarts"] = float(restarts)
         self.fresh = [*zip(rollouts, fields["advantages"], strict=True)]
 
     @property

@@ -125,6 +125,9 @@ class Samples:
         """Counts."""
         self.synchronized += 1
 
+    def engine_restarts(self) -> None:
+        """No engines."""
+
     def scored_completions(self, count: int, group: int = 1) -> range:
         """All."""
         return range(count)

@@ -25,6 +25,7 @@ from megaswift.losses.policy_loss_types import PolicySettings as Formulas
 from megaswift.losses.value import ValueLoss
 from megaswift.rewards.options import RewardConfig
 from megaswift.rewards.scoring import BuiltInRewardParameters
+from megaswift.rollout.options.placement import PlacementConfig
 from megaswift.rollout.options.rollout import RolloutConfig
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.run import policy_task
@@ -375,11 +376,12 @@ def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
         ({"max_staleness": 8, "rollout_backend": "vllm_server"}, 5),
         ({"async_generation": True, "rollout_backend": "sglang"}, 2),
         ({"max_staleness": 8, "rollout_backend": "sglang", "environment": "e.py:E"}, 1),
+        ({"max_staleness": 8, "sampler_engines": 2}, 5),
     ],
 )
 def test_servers_write_several_draws_at_a_time(options: Options, draws: int) -> None:
     cfg = run(num_iterations=2, **options)
-    assert draws_at_once(cfg.rollout, rl_settings(cfg, 1)) == draws
+    assert draws_at_once(cfg, rl_settings(cfg, 1)) == draws
 
 
 @pytest.mark.parametrize(("most", "lines"), [(None, 8), (3, 3)])
@@ -405,6 +407,10 @@ ELSEWHERE = {
     "rollout_sleep": "test_colocated",
     "offload_model": "test_colocated",
     "offload_optimizer": "test_colocated",
+    "sampler_engines": "test_ray_engines_run",
+    "cpus_per_engine": "../run/checks/test_placement",
+    "environment_placement": "test_environment_workers_run",
+    "environment_workers": "test_environment_workers_run",
     "rollout_lora": "../run/checks/test_adapter_sync",
     "reward_funcs": "test_grpo_run",
     "reward_model": "here",
@@ -436,7 +442,8 @@ ELSEWHERE = {
 def test_no_option_is_forgotten() -> None:
     """A new one gets a row above, or the name of the test that fails without it."""
     here = {*LOSS, *SAMPLING, *SAMPLER, *CRITIC, *SETTINGS, *(f.name for f in fields(BuiltInRewardParameters))}
-    options = {f.name for section in (RlConfig, RolloutConfig, RewardConfig, CriticConfig) for f in fields(section)}
+    sections = (RlConfig, RolloutConfig, PlacementConfig, RewardConfig, CriticConfig)
+    options = {f.name for section in sections for f in fields(section)}
     assert options == here | ELSEWHERE.keys() and not here & ELSEWHERE.keys()
     folder = Path(__file__).parents[1]
     for name, file in ELSEWHERE.items():

@@ -126,10 +126,14 @@ DISTILLATION_CLASHES: tuple[ConflictingOptions, ...] = (
         "--packing false, or --lmbda 0 without seq_kd",
     ),
     ConflictingOptions(
-        ("seq_kd", "rollout_backend"),
-        lambda c: c.task in DISTILLATION and c.distillation.seq_kd and c.rollout.rollout_backend in SERVERS,
+        ("seq_kd", "rollout_backend", "sampler_engines"),
+        lambda c: (
+            c.task in DISTILLATION
+            and c.distillation.seq_kd
+            and (c.rollout.rollout_backend in SERVERS or c.placement.sampler_engines is not None)
+        ),
         "lets the teacher write, but the servers hold the model that trains",
-        "--rollout_backend vllm or transformers",
+        "--rollout_backend vllm or transformers, without --sampler_engines",
     ),
     ConflictingOptions(
         ("max_completion_length", "max_length"),

@@ -89,6 +89,10 @@ _GAE = ("advantage_estimator",)
 _NEUTRAL = {"top_p": "1", "top_k": "0", "min_p": "0", "repetition_penalty": "1"}
 
 
+def _ranks_share_engines(c: Sections) -> bool:
+    return c.vllm.vllm_tensor_parallel_size > 1 and c.placement.sampler_engines is None
+
+
 def _holds_prompts_out(c: Sections) -> bool:
     return bool(c.data.val_dataset) or c.data.split_dataset_ratio > 0
 
@@ -96,7 +100,7 @@ def _holds_prompts_out(c: Sections) -> bool:
 def sends_weights_in_files(c: Sections) -> bool:
     """Return whether samplers read weights, or adapters alone, from a folder."""
     sends_adapters = c.model.train_type != "full" and c.rollout.rollout_lora is not False
-    return c.rollout.rollout_backend in SERVERS or sends_adapters
+    return c.rollout.rollout_backend in SERVERS or c.placement.sampler_engines is not None or sends_adapters
 
 
 RL_CLASHES: tuple[ConflictingOptions, ...] = (
@@ -313,16 +317,40 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "leave out --val_dataset and --split_dataset_ratio",
     ),
     ConflictingOptions(
-        ("vllm_tensor_parallel_size", "environment"),
-        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and c.rollout.environment is not None,
+        ("vllm_tensor_parallel_size", "environment", "sampler_engines"),
+        lambda c: _ranks_share_engines(c) and c.rollout.environment is not None,
         "is not supported with an environment: its answers on ranks of one engine could differ",
-        "--rollout_backend vllm_server, with a server of that tensor parallel size",
+        "--sampler_engines 1, or --rollout_backend vllm_server with a server of that tensor parallel size",
     ),
     ConflictingOptions(
-        ("vllm_tensor_parallel_size", "async_generation", "max_staleness"),
-        lambda c: c.vllm.vllm_tensor_parallel_size > 1 and samples_ahead(c),
+        ("vllm_tensor_parallel_size", "async_generation", "max_staleness", "sampler_engines"),
+        lambda c: _ranks_share_engines(c) and samples_ahead(c),
         "is not supported during training: collectives of sampling and training would run in different orders",
-        "--rollout_backend vllm_server, with a server of that tensor parallel size",
+        "--sampler_engines 1, or --rollout_backend vllm_server with a server of that tensor parallel size",
+    ),
+    ConflictingOptions(
+        ("sampler_engines", "rollout_backend"),
+        lambda c: c.placement.sampler_engines is not None and c.rollout.rollout_backend == "vllm_server",
+        "starts its own servers, but rollout_backend vllm_server is for servers that you start",
+        "--rollout_backend vllm",
+    ),
+    ConflictingOptions(
+        ("sampler_engines", "rollout_server_url"),
+        lambda c: c.placement.sampler_engines is not None and bool(c.rollout.rollout_server_url),
+        "starts its own servers",
+        "leave out --rollout_server_url",
+    ),
+    ConflictingOptions(
+        ("sampler_engines", "rollout_sleep"),
+        lambda c: c.placement.sampler_engines is not None and c.rollout.rollout_sleep,
+        "has devices of its own, which the trainer does not use",
+        "leave out --rollout_sleep",
+    ),
+    ConflictingOptions(
+        ("sampler_engines", "replay_rollouts"),
+        lambda c: c.placement.sampler_engines is not None and c.rollout.replay_rollouts is not None,
+        "is not used with replay_rollouts, which needs no sampler",
+        "leave out --sampler_engines",
     ),
     ConflictingOptions(
         ("train_type", "quantization_bit"),

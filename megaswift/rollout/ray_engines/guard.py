@@ -1,0 +1,35 @@
+"""Runs the server of an engine, a module with its arguments, and ends its process group when the engine ends.
+
+The engine holds the other end of standard input, and the system closes that however the engine ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+
+def main(words: Sequence[str]) -> None:
+    """Run `python -m WORDS` until it ends, or until the engine does. The caller has made a process group for it."""
+    process = subprocess.Popen([sys.executable, "-m", *words], stdin=subprocess.DEVNULL)
+    threading.Thread(target=_end_with, args=(process,), daemon=True).start()
+    while os.read(sys.stdin.fileno(), 1 << 12):
+        pass
+    _end_group()
+
+
+def _end_with(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    _end_group()  # workers of a server that was killed
+
+
+def _end_group() -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

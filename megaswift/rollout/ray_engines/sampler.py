@@ -1,0 +1,245 @@
+"""The sampler of a run whose engines are Ray actors: chunks of prompts go to any of them, and to another one if an
+engine ends before it answers.
+
+A completion depends only on its prompt, the weights, the settings and its seed, and the chunks of a call do not depend
+on what engines do. So a run whose engines end has the completions of one whose engines do not.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megaswift.errors import Problem, UserError
+from megaswift.rollout.ray_engines.actor import (
+    CONTROL,
+    SERVED,
+    EngineAnswer,
+    EngineRequest,
+    EngineWeights,
+    folder_digest,
+)
+from megaswift.rollout.ray_engines.cluster import EngineGroup, EngineSettings
+from megaswift.rollout.ray_engines.dispatch import PATIENCE_SECONDS, Dispatcher, EngineLost
+from megaswift.rollout.sampler import Completion, SamplingParams
+from megaswift.rollout.sync_folders import WeightFolder
+from megaswift.rollout.weight_transfer.buckets import state_digest, tensor_checksum
+
+GROUP = 8
+"""Prompts that a server is given at a time: mostly the same, so that it computes the prompt once."""
+STARTS = 10
+"""Starts of every engine in a row without an answer after which the run ends."""
+
+
+class RayEngine:
+    """An engine's actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def ask(self, request: EngineRequest) -> Future[EngineAnswer]:
+        """Ask once: the dispatcher asks another engine."""
+        return future_of(self.actor.ask.remote(request))
+
+    def back(self) -> Future[EngineAnswer]:
+        """Ask until the engine answers, which Ray starts again."""
+        return future_of(self.actor.ready.options(max_task_retries=-1).remote())
+
+    def interrupt(self, request: EngineRequest) -> None:
+        """Interrupt one request."""
+        self.actor.interrupt.options(concurrency_group=CONTROL).remote(request.key)
+
+
+def future_of(reference: Any) -> Future[Any]:
+    """Return the result of a call of an actor; EngineLost if the actor ended before."""
+    from ray.exceptions import RayActorError
+
+    found: Future[Any] = Future()
+
+    def settle(done: Future[Any]) -> None:
+        error = done.exception()
+        if isinstance(error, RayActorError):
+            error = EngineLost(str(error))
+        if error is None:
+            found.set_result(done.result())
+        else:
+            found.set_exception(error)
+
+    reference.future().add_done_callback(settle)
+    return found
+
+
+class RaySampler:
+    """Completions of batches that engines decode."""
+
+    shared = True
+
+    def __init__(self, group: EngineGroup, settings: EngineSettings, folder: Path, rank: int) -> None:
+        """Wait until the engines are ready.
+
+        Args:
+            group: The engines.
+            settings: What they are.
+            folder: The model's.
+            rank: This process's, by which ranks ask different engines first.
+        """
+        sync = settings.options.sync_folder
+        assert sync is not None, "the engines read weights from it"
+        self.group = group
+        self.batch = settings.options.batch_size
+        self.weights = WeightFolder(sync, folder)
+        engines = [RayEngine(actor) for actor in group.engines]
+        self.dispatcher: Dispatcher[EngineRequest, EngineAnswer] = Dispatcher(
+            engines, settings.at_once, self._check, rank % len(engines)
+        )
+        starting = [engine.back() for engine in engines]
+        while wait(starting, PATIENCE_SECONDS).not_done:
+            self._check()
+        for future in starting:
+            raise_error_of(future.result())
+
+    def restarts(self) -> int:
+        """How often engines were started again."""
+        return int(self._board("restarts"))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Write completions; all of a chunk are asked of another engine if one ends."""
+        return self._write(prompts, sampling, seeds)
+
+    def extend(
+        self,
+        prompts: Sequence[Sequence[int]],
+        begun: Sequence[Completion],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        stop: Callable[[], bool],
+    ) -> list[Completion]:
+        """Write on. What an engine that ends has written since the last interruption is written again."""
+        return self._write(prompts, sampling, seeds, begun, stop)
+
+    def _write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        seeds: Sequence[int],
+        begun: Sequence[Completion] | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> list[Completion]:
+        weights = self._board("wanted")
+        assert weights is not None, "update_weights or update_adapter comes before"
+        chunks = self.chunks(prompts)
+        requests = [
+            EngineRequest(
+                weights,
+                [tuple(prompts[i]) for i in chunk],
+                sampling,
+                [seeds[i] for i in chunk],
+                None if begun is None else [begun[i] for i in chunk],
+                uuid.uuid4().hex,
+            )
+            for chunk in chunks
+        ]
+        completions: dict[int, Completion] = {}
+        for chunk, answer in zip(chunks, self.dispatcher.run(requests, stop), strict=True):
+            if answer is not None:
+                completions |= zip(chunk, answer.checked(weights).completions, strict=True)
+            else:
+                assert begun is not None, "only what may be interrupted is not answered"
+                completions |= {i: begun[i] for i in chunk}
+        return [completions[i] for i in range(len(prompts))]
+
+    def chunks(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the places of the prompts of each request: of similar length, as many as an engine decodes at a time,
+        or one share for each engine."""
+        order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), tuple(prompts[i])))
+        size = min(self.batch, -(-len(prompts) // len(self.group.engines)))
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the weights to the sync folder, from which engines load them: those that are there at once."""
+        checksums: dict[str, int] = {}
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                checksums[name] = tensor_checksum(tensor)
+                yield name, tensor
+
+        folder = self.weights.write(counted())
+        self._load(EngineWeights(str(folder.absolute()), False, state_digest(checksums)))
+        self.weights.taken(folder)
+
+    def update_adapter(self, folder: Path) -> None:
+        """Let engines load an adapter."""
+        self._load(EngineWeights(str(folder.absolute()), True, folder_digest(folder)))
+
+    def _load(self, weights: EngineWeights) -> None:
+        """Every engine that is there loads the weights; one that ends loads them when it is asked for completions."""
+        self._board("want", weights)
+        loads = [future_of(actor.load.remote(weights)) for actor in self.group.engines]
+        for load in loads:
+            try:
+                raise_error_of(load.result())
+            except EngineLost:
+                continue
+
+    def _check(self) -> None:
+        """UserError if every engine was started many times and has not answered."""
+        starts = self._board("fewest_starts_without_answer")
+        if starts > STARTS:
+            rule = f"each ended {starts - 1} times in a row before it answered"
+            fix = "see the logs of Ray's workers (`ray logs`): often memory is too small"
+            raise UserError(Problem("the sampler engines", rule, fix))
+
+    def _board(self, method: str, *arguments: Any) -> Any:
+        """Call the board. UserError if it has ended, and with it the run's engines."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            return ray.get(getattr(self.group.board, method).remote(*arguments))
+        except RayError:
+            raise UserError(
+                Problem("Ray", "the run's actors have ended, or the cluster", "see `ray status`, then resume the run")
+            ) from None
+
+    def sleep(self) -> None:
+        """Do nothing: engines have their own devices."""
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """End the engines, and remove the sync folder's files."""
+        self.group.close()
+        self.weights.close()
+
+
+class RayServerSampler(RaySampler):
+    """Completions of engines that are servers, which batch requests themselves."""
+
+    def chunks(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return neighbors, which are mostly completions of one prompt."""
+        places = [*range(len(prompts))]
+        return [places[start : start + GROUP] for start in range(0, len(places), GROUP)]
+
+    def generate_one(self, prompt: Sequence[int], sampling: SamplingParams, seed: int, number: int) -> Completion:
+        """Write one completion."""
+        return self._write([prompt], sampling, [seed])[0]
+
+
+def raise_error_of(answer: EngineAnswer) -> None:
+    """Raise the UserError that an engine answered with."""
+    answer.checked(EngineWeights("", False, answer.digest))
+
+
+def make_ray_sampler(group: EngineGroup, settings: EngineSettings, folder: Path, rank: int) -> RaySampler:
+    """Build the sampler of a process; see `RaySampler.__init__`."""
+    kind = RayServerSampler if settings.backend in SERVED else RaySampler
+    return kind(group, settings, folder, rank)

@@ -1,0 +1,82 @@
+"""Actors of this process for tests: real engines whose calls end them at random, and their board."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from megaswift.rollout.ray_engines.actor import EngineBoard, SamplerEngine
+from megaswift.rollout.ray_engines.cluster import EngineGroup, EngineSettings
+
+ONE = threading.Lock()
+"""Models are built one at a time: that patches torch for the whole process."""
+
+
+class Reference:
+    """What a call of an actor returns."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+class Actor:
+    """An object whose methods are called as an actor's. With `ends`, such a share of its calls ends it before or after
+    its work, and it is made anew."""
+
+    def __init__(self, make: Callable[[], Any], ends: float = 0.0, seed: int = 0) -> None:
+        self.make = make
+        self.inner = make()
+        self.ends = ends
+        self.random = random.Random(seed)
+        self.thread = ThreadPoolExecutor(1)
+        self.control = ThreadPoolExecutor(1)
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*arguments: Any, retried: bool = False, control: bool = False) -> Reference:
+            return Reference((self.control if control else self.thread).submit(self._call, name, arguments, retried))
+
+        def options(max_task_retries: int = 0, concurrency_group: str = "") -> Any:
+            return SimpleNamespace(
+                remote=lambda *arguments: remote(
+                    *arguments, retried=max_task_retries == -1, control=bool(concurrency_group)
+                )
+            )
+
+        return SimpleNamespace(remote=remote, options=options)
+
+    def _call(self, name: str, arguments: tuple[Any, ...], retried: bool) -> Any:
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        drawn = self.random.random() if not retried and name in ("ask", "load") else 1.0
+        if drawn < self.ends / 2:
+            self.inner = self.make()
+            raise ActorUnavailableError("restarting", None)
+        with nullcontext() if name == "interrupt" else ONE:
+            result = getattr(self.inner, name)(*arguments)
+        if drawn < self.ends:
+            self.inner = self.make()
+            raise ActorDiedError
+        return result
+
+
+def engine_group(settings: EngineSettings, monkeypatch: Any, ends: float = 0.0) -> EngineGroup:
+    """Engines in threads; `ray.get` waits for their calls."""
+    from megaswift.rollout.ray_engines import actor
+
+    board = Actor(lambda: EngineBoard(settings.count))
+    monkeypatch.setattr(actor, "find_board", lambda: board)
+    monkeypatch.setattr("ray.get", lambda reference: reference.future().result())
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    made = [
+        Actor(lambda n=n: SamplerEngine(n, settings.backend, settings.folder, settings.options, "log"), ends, n)  # type: ignore[misc]
+        for n in range(settings.count)
+    ]
+    return EngineGroup(board, made)

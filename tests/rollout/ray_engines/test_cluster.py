@@ -1,0 +1,39 @@
+"""Engines on a real Ray cluster of four nodes, one of which is lost.
+
+Covers: megaswift/rollout/ray_engines/cluster.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.sources import ROOT
+from tests.trainers.inputs import write_model
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_engines_are_on_their_nodes_also_after_one_is_lost(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.rollout.ray_engines.nodes", str(tmp_path / "model"), str(tmp_path)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": ray_folder, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("same:", "roles:", "restarts:"))]
+    assert lines == [
+        *("same: True", "roles: ['engines', 'engines']", "same: True"),
+        *("same: True", "roles: ['engines', 'engines']", "restarts: 1"),
+    ], done.stdout + done.stderr[-3000:]
+    assert "--sampler_engines 3: Ray has found no room for 3 engines with 1 core each on one node" in done.stdout

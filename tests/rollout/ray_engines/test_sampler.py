@@ -1,0 +1,142 @@
+"""The sampler over engines that end at random, against one in the process, bit by bit.
+
+Covers: megaswift/rollout/ray_engines/sampler.py.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.errors import UserError, WeightsError
+from megaswift.rollout.backends.transformers_sampler import build
+from megaswift.rollout.ray_engines import dispatch
+from megaswift.rollout.ray_engines import sampler as module
+from megaswift.rollout.ray_engines.actor import SamplerEngine
+from megaswift.rollout.ray_engines.cluster import EngineSettings
+from megaswift.rollout.ray_engines.sampler import RaySampler, RayServerSampler, make_ray_sampler
+from megaswift.rollout.sampler import (
+    Completion,
+    InterruptibleSampler,
+    RestartedSampler,
+    SamplerOptions,
+    SamplingParams,
+    SinglePromptSampler,
+)
+from tests.parity.lora import ATTENTION, MLP, make_adapter
+from tests.rollout.ray_engines.actors import engine_group
+from tests.rollout.test_transformers import weights
+from tests.trainers.inputs import write_model
+
+PROMPTS = [[3, 9, 12, 2], [3, 30, 31, 32, 33, 2], [3, 8, 2]] * 4
+SEEDS = [*range(100, 100 + len(PROMPTS))]
+DRAWN = SamplingParams(12, temperature=1.3, stop_token_ids=(1,))
+NONE = Completion((), (), False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("engines") / "model")
+
+
+def settings(model: Path, folder: Path, engines: int = 3, **more: Any) -> EngineSettings:
+    options = SamplerOptions(dtype="float32", batch_size=2, sync_folder=folder / "sync", **more)
+    return EngineSettings("transformers", engines, 1, 0, str(model), options, str(folder))
+
+
+def made(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, ends: float = 0.0, engines: int = 3, **more: Any
+) -> RaySampler:
+    plan = settings(model, folder, engines, **more)
+    return make_ray_sampler(engine_group(plan, monkeypatch, ends), plan, model, 1)
+
+
+def alone(model: Path, factor: float) -> list[Completion]:
+    """What a sampler in the process draws."""
+    sampler = build(model, SamplerOptions(dtype="float32", batch_size=2))
+    sampler.update_weights([(n, t * factor) for n, t in weights(model)])
+    return sampler.generate(PROMPTS, DRAWN, SEEDS)
+
+
+@pytest.mark.parametrize("ends", [0.0, 0.5])
+def test_engines_that_end_change_nothing(
+    ends: float, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds of weights; the folders of old ones are removed."""
+    sampler = made(model, tmp_path, monkeypatch, ends)
+    for factor in (1.5, 0.5):
+        sampler.update_weights([(n, t * factor) for n, t in weights(model)])
+        assert sampler.generate(PROMPTS, DRAWN, SEEDS) == alone(model, factor)
+        assert len([*(tmp_path / "sync").iterdir()]) == 1
+    assert (sampler.restarts() > 3) == (ends > 0)
+    sampler.close()
+    assert not (tmp_path / "sync").exists()
+
+
+def test_adapters_come_back_with_an_engine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the model's own weights and the adapter again."""
+    adapter = make_adapter(model, tmp_path / "adapter", (*ATTENTION, *MLP))
+    one = build(model, SamplerOptions(dtype="float32", batch_size=2, lora_rank=4))
+    one.update_adapter(adapter)
+    sampler = made(model, tmp_path, monkeypatch, 0.5, lora_rank=4)
+    sampler.update_adapter(adapter)
+    assert sampler.generate(PROMPTS, DRAWN, SEEDS) == one.generate(PROMPTS, DRAWN, SEEDS) != alone(model, 1.0)
+    assert sampler.restarts() > 0
+
+
+def test_interrupted_completions_go_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With equal weights, interruptions change no token."""
+    sampler = made(model, tmp_path, monkeypatch, 0.3)
+    sampler.update_weights([(n, t * 1.5) for n, t in weights(model)])
+    end = time.monotonic() + 0.05
+    written = sampler.extend(PROMPTS, [NONE] * len(PROMPTS), DRAWN, SEEDS, lambda: time.monotonic() > end)
+    left = [i for i, one in enumerate(written) if not one.finished and len(one.token_ids) < DRAWN.max_tokens]
+    more = sampler.extend([PROMPTS[i] for i in left], [written[i] for i in left], DRAWN, [SEEDS[i] for i in left], bool)
+    whole = dict(enumerate(written)) | dict(zip(left, more, strict=True))
+    assert left and [whole[i].token_ids for i in range(len(PROMPTS))] == [one.token_ids for one in alone(model, 1.5)]
+    assert sampler.extend(PROMPTS, [NONE] * len(PROMPTS), DRAWN, SEEDS, lambda: True) == [NONE] * len(PROMPTS)
+
+
+def test_an_engine_with_old_weights_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answers with what it has."""
+    sampler = made(model, tmp_path, monkeypatch)
+    sampler.update_weights([(n, t * 1.5) for n, t in weights(model)])
+    monkeypatch.setattr(SamplerEngine, "_having", lambda self, wanted: self._sampler())
+    sampler.update_weights([(n, t * 0.5) for n, t in weights(model)])
+    with pytest.raises(WeightsError, match="answered with weights"):
+        sampler.generate(PROMPTS, DRAWN, SEEDS)
+
+
+def test_engines_that_always_end_end_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "PATIENCE_SECONDS", 0.2)
+    sampler = made(model, tmp_path, monkeypatch, 1.0, 1)
+    sampler.update_weights(weights(model))
+    monkeypatch.setattr(module, "STARTS", 1)
+    monkeypatch.setattr(SamplerEngine, "ready", lambda self: time.sleep(1))
+    with pytest.raises(UserError, match="the sampler engines: each ended .* times in a row"):
+        sampler.generate(PROMPTS, DRAWN, SEEDS)
+
+
+def test_kinds_of_engines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers get neighbors, single prompts too; our own loop batches of similar length, whatever the engines do."""
+    plan = settings(model, tmp_path)
+    sampler = make_ray_sampler(engine_group(plan, monkeypatch), plan, model, 0)
+    assert sampler.shared and isinstance(sampler, InterruptibleSampler) and isinstance(sampler, RestartedSampler)
+    assert not isinstance(sampler, SinglePromptSampler) and isinstance(RayServerSampler, type)
+    assert sampler.chunks([[1], [1, 2], [2], [3, 4]]) == [[1, 3], [0, 2]] and plan.at_once == 1
+    assert RayServerSampler.chunks(sampler, [[i] for i in range(10)]) == [[*range(8)], [8, 9]]  # type: ignore[arg-type]
+    assert isinstance(object.__new__(RayServerSampler), SinglePromptSampler)
+
+
+def test_checksums_of_the_trainer_are_those_of_the_files(model: Path, tmp_path: Path) -> None:
+    from megaswift.rollout.ray_engines.actor import folder_digest
+    from megaswift.rollout.sync_folders import WeightFolder
+    from megaswift.rollout.weight_transfer.buckets import state_digest, tensor_checksum
+
+    mixed = [("a", torch.arange(5, dtype=torch.bfloat16)), ("b", torch.randn(3, 3).T)]
+    folder = WeightFolder(tmp_path, model).write(mixed)
+    assert folder_digest(folder) == state_digest({name: tensor_checksum(tensor) for name, tensor in mixed})

@@ -1,0 +1,127 @@
+"""Servers of engines: their commands, and that nothing of them outlives the engine.
+
+Covers: megaswift/rollout/ray_engines/guard.py, megaswift/rollout/ray_engines/server.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megaswift.rollout.ray_engines import server
+from megaswift.rollout.ray_engines.server import EngineServer, sglang_words, vllm_words
+from megaswift.rollout.sampler import SamplerOptions
+from megaswift.rollout.server_client import ServerError
+from tests.sources import ROOT
+
+OPTIONS = SamplerOptions(dtype="bfloat16", batch_size=9, max_length=96, tensor_parallel_size=2, memory_share=0.8)
+STAND_IN = '''"""A server with a worker, which is ready after a moment."""
+
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+print("loads the model")
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+time.sleep(0.5)
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+assert "refuse" not in sys.argv, "no such flag: refuse"
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answers).serve_forever()
+'''
+ENGINE = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+from megaswift.rollout.ray_engines import server
+from megaswift.rollout.sampler import SamplerOptions
+server.SERVER_WORDS["vllm"] = lambda folder, options: ["stand_in"]
+made = server.EngineServer("vllm", Path(), SamplerOptions(), Path({folder!r}) / "log")
+print(made.process.pid, made.url, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_commands_of_servers() -> None:
+    """The flags of docs/samplers.md, and the run's settings."""
+    words = vllm_words(Path("m"), OPTIONS)
+    assert words[:3] == ["vllm.entrypoints.openai.api_server", "--model", "m"]
+    pairs = dict(zip(words[1::2], words[2::2], strict=True))
+    assert pairs["--logprobs-mode"] == "processed_logprobs" and pairs["--tensor-parallel-size"] == "2"
+    assert pairs["--max-model-len"] == "96" and pairs["--max-num-seqs"] == "9" and pairs["--dtype"] == "bfloat16"
+    assert pairs["--gpu-memory-utilization"] == "0.8" and "--enable-lora" not in words
+    more = SamplerOptions(
+        lora_rank=12,
+        engine_arguments={"enforce_eager": True, "enable_prefix_caching": False, "limit_mm_per_prompt": {"image": 2}},
+    )
+    assert vllm_words(Path("m"), more)[-7:] == [
+        *("--enable-lora", "--max-lora-rank", "16", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--limit-mm-per-prompt", '{"image": 2}'),
+    ]
+    assert "--max-model-len" not in vllm_words(Path("m"), more)
+    assert sglang_words(Path("m"), more)[:4] == ["sglang.launch_server", "--model-path", "m", "--dtype"]
+    assert "--enable-deterministic-inference" in sglang_words(Path("m"), more)
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    """An engine whose server is ready."""
+    (folder / "stand_in.py").write_text(STAND_IN)
+    environ = {"PYTHONPATH": f"{ROOT}:{folder}", "PATH": "/usr/bin:/bin"}
+    made = subprocess.Popen(
+        [sys.executable, "-c", ENGINE.format(folder=str(folder))], stdout=subprocess.PIPE, text=True, env=environ
+    )
+    assert made.stdout is not None and "http://127.0.0.1:" in made.stdout.readline()
+    return made
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_server_ends_with_its_engine(tmp_path: Path) -> None:
+    """SIGKILL leaves neither guard, server nor the server's worker."""
+    engine = started(tmp_path)
+    members = family(engine)
+    assert len(members) == 3
+    engine.kill()
+    assert not psutil.wait_procs(members, 10)[1]
+    engine.wait()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_an_engine_ends_with_its_server(tmp_path: Path) -> None:
+    """And the server's worker too; Ray then starts the engine again."""
+    engine = started(tmp_path)
+    guard, *others = family(engine)
+    next(member for member in others if "stand_in" in member.cmdline()).kill()
+    assert engine.wait(10) == server.ENDED
+    assert not psutil.wait_procs([guard, *others], 10)[1]
+
+
+def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last lines are in the error, at once."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    monkeypatch.setitem(server.SERVER_WORDS, "vllm", lambda folder, options: ["stand_in", "refuse"])
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="(?s)ended before it was ready.*no such flag: refuse"):
+        EngineServer("vllm", Path(), SamplerOptions(), tmp_path / "logs" / "log")
+    assert time.monotonic() - began < 20

@@ -1,0 +1,93 @@
+"""Room for the engines of a run, before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megaswift.config import SwiftConfig
+from megaswift.launchers import ray_cluster
+from megaswift.rollout.ray_engines import cluster
+from megaswift.run.checks import placement
+from megaswift.run.checks.placement import placement_problems
+from megaswift.run.checks.rl import engine_size_problems, vision_rollout_problems
+
+
+def run(**options: Any) -> SwiftConfig:
+    return SwiftConfig(task="grpo", reward_funcs=["length"], **options)
+
+
+def found(cfg: SwiftConfig, world: int = 1, environ: Mapping[str, str] | None = None) -> list[str]:
+    return [str(problem) for problem in placement_problems(cfg, world, environ or {})]
+
+
+def test_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster.util, "find_spec", lambda name: None)
+    assert found(run()) == []
+    (text,) = found(run(sampler_engines=2))
+    assert text.startswith("--sampler_engines 2: the package ray is not installed") and "pip install" in text
+    (text,) = found(run(environment="e.py:E", environment_placement="cpu"))
+    assert text.startswith("--environment_placement cpu: the package ray")
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("there", "world", "options", "lacks"),
+    [
+        (0, 4, {}, ""),
+        (8, 4, {"rollout_backend": "vllm", "vllm_tensor_parallel_size": 2}, ""),
+        (8, 5, {"rollout_backend": "vllm", "vllm_tensor_parallel_size": 2}, "needs 4 GPUs"),
+        (2, 2, {}, "this machine has 0 such GPUs"),
+    ],
+)
+def test_gpus_that_the_trainer_leaves(
+    there: int, world: int, options: dict[str, Any], lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, there)
+    texts = found(run(sampler_engines=2, **options), world)
+    assert (not texts) if not lacks else lacks in texts[0]
+    assert found(run(sampler_engines=2, **options), world, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == []
+
+
+def test_a_cluster_is_asked_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before workers start; rank 0 of a run that is started otherwise asks again when it places the engines."""
+    calls: list[str] = []
+    ray = SimpleNamespace(
+        cluster_resources=lambda: {"CPU": 3.0, "GPU": 2.0}, shutdown=lambda: calls.append("left"), __name__="ray"
+    )
+    monkeypatch.setitem(__import__("sys").modules, "ray", ray)
+    monkeypatch.setattr(placement, "ray_package_problems", lambda label: [])
+    monkeypatch.setattr(placement, "connect_to_ray", lambda address, cores: calls.append(address))
+    gpus(monkeypatch, 8)
+    cfg = run(sampler_engines=4, cpus_per_engine=2, ray_address="h:1")
+    texts = found(cfg)
+    assert calls == ["h:1", "left"]
+    assert texts[0].startswith("--sampler_engines 4: needs 4 GPUs, 1 per engine; the cluster has 2 GPUs")
+    assert texts[1].startswith("--sampler_engines 4: needs 8 cores, 2 per engine; the cluster has 3 cores")
+    assert "--sampler_engines 2" in texts[0] and "--sampler_engines 1" in texts[1]
+    assert cluster.room_problems(1, 3, 2) == []
+    apart = {"environment": "e.py:E", "environment_placement": "cpu", "ray_address": "h:1"}
+    assert found(run(**apart, environment_workers=3)) == []
+    (text,) = found(run(**apart, environment_workers=4))
+    assert text.startswith("--environment_workers 4: takes a core each; the cluster has 3 cores")
+
+
+def test_an_engine_on_ray_has_gpus_of_its_own() -> None:
+    """Its tensor parallel size divides nothing of the trainer's, and environments and draws ahead go with it."""
+    vllm = {"rollout_backend": "vllm", "vllm_tensor_parallel_size": 2}
+    assert [*engine_size_problems(run(**vllm), 3)] and not [*engine_size_problems(run(**vllm, sampler_engines=1), 3)]
+    assert run(**vllm, sampler_engines=1, environment="e.py:E", max_staleness=1).placement.sampler_engines == 1
+
+
+def test_images_do_not_reach_engines() -> None:
+    cfg = run(sampler_engines=2)
+    (problem,) = vision_rollout_problems(cfg.rollout, cfg.rewards, cfg.placement.sampler_engines)
+    assert problem.what == "--sampler_engines 2"
