@@ -94,6 +94,7 @@ from megaswift.trainers.rl.sampler import (
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer
 from megaswift.trainers.rl.settings import RlSettings
+from megaswift.trainers.rl.shared_engine import EngineRanks
 from megaswift.trainers.rl.source import RolloutDependencies, RolloutSource, TeacherScores
 from megaswift.trainers.schedule import count_steps
 
@@ -365,6 +366,7 @@ def rollout_dependencies(
         plan.base,
         samples_on_every_rank(cfg.rollout.rollout_backend, cfg.placement.sampler_engines),
         ranks_per_engine(cfg),
+        engine_ranks(cfg),
         images,
     )
 
@@ -402,6 +404,13 @@ def rollout_dependencies(
         teacher_scores(plan, collator, geometry),
         *rollout_files(plan),
     )
+
+
+def engine_ranks(cfg: SwiftConfig) -> EngineRanks | None:
+    """Make the groups of ranks that share an engine, where they have to agree on what it is asked for. Collective."""
+    ranks = ranks_per_engine(cfg)
+    leads = cfg.rollout.environment is not None and cfg.rollout.replay_rollouts is None
+    return EngineRanks(ranks, cfg.parallel.ddp_timeout) if ranks > 1 and leads else None
 
 
 def draws_at_once(cfg: SwiftConfig, settings: RlSettings) -> int:

@@ -11,35 +11,44 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
 from megaswift.rollout.server_client import SamplingServer, ServerError
 from megaswift.trainers.hooks.metrics import read_lines
+from megaswift.trainers.rl.record import RolloutReader
 from tests.rollout.test_transformers import weights
 from tests.sources import ROOT
 from tests.trainers.inputs import write_conversations, write_model
 from tests.trainers.runs import finish, start
 from tests.trainers.test_grpo_run import REWARDS
 
+GAP = 1e-4
+"""How far log-probabilities in float32 may be apart, which two other kernels add up."""
 NEW = 8
 """Tokens of the longest answer."""
 PROMPTS = [[3, 9, 12, 2], [3, 30, 31, 32, 33, 2], [3, 8, 2]]
 GREEDY, DRAWN = SamplingParams(NEW, temperature=0), SamplingParams(NEW, stop_token_ids=(1,))
 
 
-def write_wide_model(path: Path) -> None:
-    """Heads as wide as the servers' kernels take them, and weights by which answers differ."""
-    from safetensors.torch import load_file, save_file
+def write_wide_model(path: Path, ends: bool = True) -> None:
+    """Heads as wide as the servers' kernels take them, and weights by which answers differ; `ends`: or else few of them
+    end."""
+    from safetensors.torch import save_file
 
     write_model(path, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
     tensors = load_file(path / "model.safetensors")
+    if not ends:
+        tensors["lm_head.weight"][1] = 0
     save_file(
         {n: t * 4 if t.dim() > 1 else t for n, t in tensors.items()},
         path / "model.safetensors",
@@ -121,6 +130,14 @@ USUAL: dict[str, object] = {
     "--report_to": "none",
     "--max_steps": 3,
 }
+QUEUE: dict[str, object] = {
+    "--max_steps": 6,
+    "--max_staleness": 2,
+    "--partial_rollouts": "true",
+    "--lr_scheduler_type": "constant",
+    "--warmup_ratio": 0,
+}
+"""Of a run whose completions go on with new weights; fewer steps of it have the same weights."""
 
 
 def trained(task: str, model: Path, rows: Path, *options: object, ranks: int) -> list[dict[str, Any]]:
@@ -150,6 +167,82 @@ def gkd(model: Path, folder: Path, *options: object, ranks: int = 1) -> list[dic
     return trained("gkd", model, folder / "rows.jsonl", *own, *options, ranks=ranks)
 
 
+WORLDS = '''
+import asyncio
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+
+def note(line):
+    """A line in the file beside this one."""
+    with Path(__file__).with_name("noted.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\\n")
+
+
+class Chance:
+    """Answers by chance, after a time by chance."""
+
+    def reset(self, prompt, number, **columns):
+        self.chance = random.Random(os.urandom(8))
+        self.turns = 0
+        note([number, os.getpid()])
+
+    def step(self, answer):
+        time.sleep(self.chance.random() / 10)
+        self.turns += 1
+        reward = sum(c.isdigit() for c in answer) / 10
+        return [{"role": "user", "content": str(self.chance.randrange(10))}], reward, self.chance.random() < 0.3
+
+
+class Agent:
+    """Asks three times; rows of odd numbers begin anew for the third."""
+
+    async def run(self, prompt, base_url, number, **columns):
+        from openai import AsyncOpenAI
+
+        client = AsyncOpenAI(base_url=base_url, api_key="any", max_retries=0)
+        messages, said = list(prompt), []
+        for turn in range(3):
+            if turn == 2 and number % 2:
+                messages = [{"role": "user", "content": "2"}]
+            given = {"model": "policy", "messages": messages, "max_tokens": 5}
+            said.append((await client.chat.completions.create(**given)).choices[0].message.content)
+            await asyncio.sleep(random.Random(os.urandom(8)).random() / 10)
+            messages += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": "3"}]
+        note([number, os.getpid(), said])
+        return sum(c.isdigit() for text in said for c in text) / 10
+'''
+
+
+def talk(model: Path, folder: Path, world: str, *options: object, ranks: int = 1) -> list[list[Any]]:
+    """Three steps on conversations, on policy; what `WORLDS` have noted of them."""
+    asked = [[{"role": "user", "content": f"{i % 10}+{(7 * i) % 10}"}] for i in range(12)]
+    lines = [json.dumps({"prompt": prompt, "number": i}) + "\n" for i, prompt in enumerate(asked)]
+    (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "worlds.py").write_text(WORLDS, encoding="utf-8")
+    own = ("--environment", f"{folder / 'worlds.py'}:{world}", "--num_generations", 4, "--max_length", 90)
+    own += ("--max_completion_length", 60, "--max_turns", 4, "--save_rollouts", folder / "saved")
+    metrics = trained("grpo", model, folder / "rows.jsonl", *own, *options, ranks=ranks)
+    assert_on_policy(metrics, GAP)
+    return read_lines(folder / "noted.jsonl")
+
+
+def assert_agents_got_what_is_trained(folder: Path, noted: list[list[Any]]) -> None:
+    """The recorded conversations are the sessions as their agents have noted them; some sessions have two segments."""
+    found = []
+    kinds = set()
+    for step in range(3):
+        generation = RolloutReader(folder / "saved").read(step)
+        for row, conversation in zip(generation["rows"], generation["conversations"], strict=True):
+            found.append([row, [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]])
+            kinds.add(tuple(conversation["segments"]))
+    assert sorted(found) == sorted([number, said] for number, _, said in noted)
+    assert kinds == {("first",), ("first", "edited")}
+
+
 def assert_distilled(lines: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
     """The same completions at every step, each by the weights of that step."""
     for mine, theirs in zip(lines, wanted, strict=True):
@@ -162,3 +255,44 @@ def assert_on_policy(lines: list[dict[str, Any]], gap: float) -> None:
     """Sampler and trainer have the same weights at every step."""
     assert len(lines) == 3 and len({line["grad_norm"] for line in lines}) == 3
     assert all(line["sampling/sampling_logp_difference/max"] < gap for line in lines)
+
+
+def assert_continued(model: Path, folder: Path, gap: float, room: int, *options: object) -> None:
+    """A run over a queue, of prompts and completions of up to `room` tokens, which take two requests.
+
+    The log-probability of each token is that of the weights of its version, which are those of a run that trains on so
+    many recorded generations; all of them lead to the same bits.
+    """
+    saved = folder / "saved"
+    usual = [word for pair in QUEUE.items() for word in pair]
+    usual += ["--max_length", room, "--max_completion_length", room - 10]
+    (folder / "run").mkdir()
+    lines = grpo(model, folder / "run", *usual, *options, "--save_rollouts", saved)
+    assert all(line["sampling/staleness_max"] <= 2 for line in lines)
+    assert max(line["sampling/mixed_versions"] for line in lines) > 0
+    assert lines[0]["sampling/sampling_logp_difference/max"] < gap
+    steps = len(lines)
+    models = {0: model}
+    for step in range(1, steps + 1):
+        again = folder / f"{step}"
+        again.mkdir()
+        grpo(model, again, *usual, "--replay_rollouts", saved, "--max_steps", step)
+        models[step] = again / "out" / "hf"
+    mine, theirs = (load_file(out / "model.safetensors") for out in (models[steps], folder / "run" / "out" / "hf"))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[n], theirs[n]) for n in theirs)
+    scorers = {step: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for step, path in models.items()}
+    for number in range(steps):
+        generation = RolloutReader(saved).read(number)
+        prompts = [*accumulate(generation["prompt_lengths"], initial=0)]
+        for i, (first, last) in enumerate(pairwise(accumulate(generation["lengths"], initial=0))):
+            at = generation["prompt"][i]
+            prompt = generation["prompt_tokens"][prompts[at] : prompts[at + 1]]
+            ids = [*prompt, *generation["tokens"][first:last]]
+            versions = generation["versions"][first:last]
+            assert versions == sorted(versions) and number - 2 <= versions[0] and versions[-1] <= number
+            for version in {*versions}:
+                with torch.no_grad():
+                    told = torch.log_softmax(scorers[version](torch.tensor([ids])).logits[0], -1)
+                for k in (k for k, one in enumerate(versions) if one == version):
+                    wanted = float(told[len(prompt) + k - 1, ids[len(prompt) + k]])
+                    assert generation["logprobs"][first + k] == pytest.approx(wanted, abs=gap)

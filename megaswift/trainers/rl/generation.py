@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from megaswift.rollout.sampler import (
 )
 from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.trainers.rl.multi_turn import MultiTurnRunner
+from megaswift.trainers.rl.shared_engine import EngineRanks
 
 
 def is_sampling_rank(coordinates: Coordinates) -> bool:
@@ -62,6 +64,8 @@ class CompletionGenerator:
     ranks_per_engine: int = 1
     """Consecutive ranks whose samplers are one engine: they are given the same prompts, and each gets the
     completions. More than 1 only with `everywhere`."""
+    engine_ranks: EngineRanks | None = None
+    """These ranks, where one of them leads the conversations of `multi_turn`; None: each rank has its own engine."""
     images: PromptImageReader | None = None
     """For a vision-language model: reads the prompts' images."""
 
@@ -166,9 +170,10 @@ class CompletionGenerator:
             asked = [prompts[i] for i in unfinished]
             row_seeds = [drawn[i] for i in unfinished]
             places = {place for place, i in enumerate(unfinished) if i in greedy}
-            drafts = self.multi_turn.write(self.sampler, self.sampling, asked, row_seeds, places)
-            completions |= dict(zip(unfinished, drafts, strict=True))
-            return [completions[i] for i in mine]
+            work = partial(self.multi_turn.write, sampling=self.sampling, prompts=asked, seeds=row_seeds, greedy=places)
+            if self.engine_ranks is not None:
+                return self.engine_ranks.lead(self.sampler, work)
+            return work(self.sampler)
         sampled = sorted({*unfinished} - {*greedy})
         for rows, sampling in ((sampled, self.sampling), (greedy, replace(self.sampling, temperature=0.0))):
             if rows:

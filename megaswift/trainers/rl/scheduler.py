@@ -8,13 +8,14 @@ sleeps, and everything comes back. The critic leaves at the beginning, because t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -93,6 +94,38 @@ class Draw:
     """Whether it has no completions because sampling failed on some rank; a resumed run draws its prompts again."""
 
 
+class WorkClock:
+    """The seconds in which one thread at least is at work."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._workers = 0
+        self._began = 0.0
+        self._seconds = 0.0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the time of the block; blocks of several threads may overlap."""
+        self._add(1)
+        try:
+            yield
+        finally:
+            self._add(-1)
+
+    def _add(self, workers: int) -> None:
+        with self._lock:
+            now = time.perf_counter()
+            if self._workers:
+                self._seconds += now - self._began
+            self._began = now
+            self._workers += workers
+
+    def seconds(self) -> float:
+        """Return the seconds up to this moment."""
+        self._add(0)
+        return self._seconds
+
+
 @dataclass
 class CompletionSamplingScheduler:
     """The draws of a run, seen from one rank."""
@@ -114,6 +147,8 @@ class CompletionSamplingScheduler:
     """Draws that the sampler may write at the same time in the background."""
     under_way: dict[int, Draw] = field(default_factory=dict)
     """The draws in the queue, by their numbers."""
+    clock: WorkClock = field(default_factory=WorkClock)
+    """The time in which this rank's sampler writes draws."""
     _stop: Event = field(default_factory=Event)
     """Set while the sampler is interrupted."""
     _threads: ThreadPoolExecutor = field(init=False)
@@ -182,7 +217,8 @@ class CompletionSamplingScheduler:
     def write(self, number: int, draw: Draw, version: int) -> list[Completion]:
         """Write what is missing of this rank's share with the weights of `version`."""
         stop = self._stop.is_set if self.queue.interrupts else None
-        written = self.generation.write_share(draw.prompts, number, self.greedy_every, draw.written, stop)
+        with self.clock.working():
+            written = self.generation.write_share(draw.prompts, number, self.greedy_every, draw.written, stop)
         draw.written = [with_version(completion, version) for completion in written]
         return draw.written
 

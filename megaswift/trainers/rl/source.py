@@ -7,6 +7,7 @@ Owns the order of a generation and what of it outlives a restart. `generation.py
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -88,6 +89,10 @@ class RolloutSource:
         wrote; none for a completion that is not trained on."""
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
+        self.began = 0.0
+        """When the last step began."""
+        self.written = 0.0
+        """Seconds in which this rank's sampler had been writing by then."""
 
     @property
     def epoch(self) -> float:
@@ -103,6 +108,8 @@ class RolloutSource:
         """Return the micro-batches of the next optimizer step. Collective."""
         self.seconds = {}
         self.fresh = []
+        self.began = time.perf_counter()
+        self.written = self.parts.scheduler.clock.seconds()
         if self.steps_taken >= self.settings.steps:
             self.generate()
         else:
@@ -126,8 +133,18 @@ class RolloutSource:
         if critic is not None:
             metrics = metrics | critic.metrics
             seconds["critic"] = critic.seconds
-        times = {f"time/{part.replace(' ', '_')}": spent for part, spent in seconds.items()}
+        times = {f"time/{part.replace(' ', '_')}": spent for part, spent in seconds.items()} | self.idle_shares()
         return StepExtras(metrics | times, seconds, sum(self.seconds.values()), "time/training")
+
+    def idle_shares(self) -> dict[str, float]:
+        """Measure the shares of the last step's time in which the trainer waited for completions, and in which this
+        rank's sampler had none to write."""
+        if self.parts.replay is not None:
+            return {}
+        written = self.parts.scheduler.clock.seconds() - self.written
+        passed = time.perf_counter() - self.began
+        waited = self.seconds.get("generation", 0.0)
+        return {"time/trainer_idle_share": waited / passed, "time/sampler_idle_share": 1 - written / passed}
 
     def generate(self) -> None:
         """Make a new generation, ready for its first step."""

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from megaswift.errors import CheckpointError, Problem, RewardError
 from megaswift.trainers.rl.evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.generation import completion_seeds
+from megaswift.trainers.rl.scheduler import WorkClock
 from megaswift.trainers.rl.source import RolloutSource
 from tests.losses import trainers
 from tests.trainers.rl.makers import source, told
@@ -281,6 +283,51 @@ def test_draws_are_written_side_by_side() -> None:
         assert [r.completion.token_ids for r, _ in made.fresh] == [r.completion.token_ids for r, _ in plain.fresh]
     made.parts.scheduler.settle()
     assert next(calls) > 3 and not both.broken
+
+
+class Seconds:
+    """A clock that tests put forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def pass_(self, seconds: float) -> None:
+        """Put it forward."""
+        self.now += seconds
+
+
+def test_time_of_workers_that_overlap_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, clock = Seconds(monkeypatch), WorkClock()
+    with ExitStack() as first:
+        first.enter_context(clock.working())
+        seconds.pass_(1)
+        with clock.working():
+            seconds.pass_(2)
+            assert clock.seconds() == 3
+        seconds.pass_(4)
+    seconds.pass_(50)
+    assert clock.seconds() == 7
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_idle_shares_of_a_step(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw takes three seconds and a step one. Ahead, draws are written while they are begun: the trainer does not
+    wait."""
+    seconds = Seconds(monkeypatch)
+    made = source(async_generation=ahead)
+    thread: Any = AtOnce()
+    made.parts.scheduler._threads = thread
+    samples: Any = made.parts.scheduler.generation
+    samples.until = lambda: seconds.pass_(3)
+    for step in range(3):
+        made.next()
+        seconds.pass_(1)
+        metrics = made.step_extras().metrics
+        drawn = 6 if ahead and step == 0 else 3
+        waited = 0 if ahead and step else 3
+        assert metrics["time/trainer_idle_share"] == pytest.approx(waited / (drawn + 1))
+        assert metrics["time/sampler_idle_share"] == pytest.approx(1 / (drawn + 1))
 
 
 @pytest.mark.parametrize("taken", [1, 3, 4, 6, 8, 9])

@@ -317,12 +317,6 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         "leave out --val_dataset and --split_dataset_ratio",
     ),
     ConflictingOptions(
-        ("vllm_tensor_parallel_size", "environment", "sampler_engines"),
-        lambda c: _ranks_share_engines(c) and c.rollout.environment is not None,
-        "is not supported with an environment: its answers on ranks of one engine could differ",
-        "--sampler_engines 1, or --rollout_backend vllm_server with a server of that tensor parallel size",
-    ),
-    ConflictingOptions(
         ("vllm_tensor_parallel_size", "async_generation", "max_staleness", "sampler_engines"),
         lambda c: _ranks_share_engines(c) and samples_ahead(c),
         "is not supported during training: collectives of sampling and training would run in different orders",

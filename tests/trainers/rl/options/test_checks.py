@@ -168,7 +168,6 @@ CLASHING = [
     ("save_rollouts", "--save_rollouts d --replay_rollouts d"),
     ("save_rollouts", "--save_rollouts out/checkpoints/rollouts --output_dir out/"),
     ("replay_rollouts", "--replay_rollouts d --val_dataset v.jsonl"),
-    ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --environment e.py:E"),
     ("vllm_tensor_parallel_size", "--use_vllm --vllm_tensor_parallel_size 2 --max_staleness 1"),
     ("sampler_engines", "--sampler_engines 2 --rollout_backend vllm_server"),
     ("sampler_engines", "--sampler_engines 2 --rollout_backend sglang --rollout_server_url http://h:1"),
