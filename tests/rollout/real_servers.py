@@ -227,7 +227,7 @@ def talk(model: Path, folder: Path, world: str, *options: object, ranks: int = 1
     own += ("--max_completion_length", 60, "--max_turns", 4, "--save_rollouts", folder / "saved")
     metrics = trained("grpo", model, folder / "rows.jsonl", *own, *options, ranks=ranks)
     assert_on_policy(metrics, GAP)
-    return read_lines(folder / "noted.jsonl")
+    return [json.loads(line) for line in (folder / "noted.jsonl").read_text().splitlines()]
 
 
 def assert_agents_got_what_is_trained(folder: Path, noted: list[list[Any]]) -> None:

@@ -109,6 +109,15 @@ def test_a_seed_for_each_request_is_optional(vllm: None, tmp_path: Path, monkeyp
         assert asked == ([31, 32] if seeded else [None, None])
 
 
+def test_a_long_conversation_has_less_room(vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than the shorter ones beside it, which are asked for together."""
+    made: Any = make_sampler("vllm", tmp_path, SamplerOptions(max_length=5))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    made.update_weights([])
+    found = made.generate([[1, 2, 3], [1, 2, 3, 4]], SAMPLING, [31, 32])
+    assert [(c.token_ids, c.finished) for c in found] == [((1, 2), False), ((1,), False)]
+
+
 def test_completions_are_written_in_pieces(vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine answers with the first tokens of what it is asked; its log-probabilities are the seeds."""
     monkeypatch.setattr(pieces, "PIECE", 2)

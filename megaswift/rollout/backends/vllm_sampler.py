@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class VllmSampler:
         self.sleeps = bool(importlib.import_module("vllm.platforms").current_platform.is_sleep_mode_available())
         self.adapts = options.lora_rank > 0
         self.seeds_requests = options.seed_requests
+        self.max_length = options.max_length
         adapted = {
             "enable_lora": True,
             "max_lora_rank": max_lora_rank_for(options.lora_rank),
@@ -138,12 +140,16 @@ class VllmSampler:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        """Passes all prompts at once; vLLM batches them."""
+        """Passes all prompts at once; vLLM batches them. A completion ends where the context does, if a long prompt
+        leaves it less room than `max_tokens`."""
         assert len(prompts) == len(seeds) and "weights" not in self.asleep, "update_weights comes before generate"
         self._wake("kv_cache")
+        rooms = [sampling.max_tokens] * len(prompts)
+        if self.max_length is not None:
+            rooms = [min(sampling.max_tokens, self.max_length - len(prompt)) for prompt in prompts]
         params = [
             self.vllm.SamplingParams(
-                max_tokens=sampling.max_tokens,
+                max_tokens=room,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -155,12 +161,16 @@ class VllmSampler:
                 logprobs=0,
                 seed=seed if self.seeds_requests else None,
             )
-            for seed in seeds
+            for room, seed in zip(rooms, seeds, strict=True)
         ]
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with_adapter = {} if self.adapter is None else {"lora_request": self.adapter}
         outputs = self.llm.generate(requests, params, use_tqdm=False, **with_adapter)
-        return [self._completion(request.outputs[0], sampling) for request in outputs]
+        found = [request.outputs[0] for request in outputs]
+        return [
+            self._completion(output, replace(sampling, max_tokens=room))
+            for output, room in zip(found, rooms, strict=True)
+        ]
 
     def extend(
         self,
