@@ -43,7 +43,6 @@ from megaswift.rewards.scoring import (
     missing_reward_column_problems,
 )
 from megaswift.rollout.options.placement import ON_CPUS
-from megaswift.rollout.options.rollout import SERVERS
 from megaswift.rollout.sampler import Sampler, SamplerOptions, make_sampler
 from megaswift.rollout.sync_folders import SyncRounds
 from megaswift.run.checks.adapter_sync import (
@@ -81,6 +80,7 @@ from megaswift.trainers.rl.options.derived import (
     max_staleness_of,
     policy_loss_of,
     whitens_advantages,
+    writes_draws_side_by_side,
 )
 from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
 from megaswift.trainers.rl.record import RolloutReader, RolloutWriter
@@ -376,7 +376,13 @@ def rollout_dependencies(
         prompts,
         generation,
         settings.draws,
-        DrawQueue(settings.max_staleness, settings.steps, cfg.rollout.partial_rollouts),
+        DrawQueue(
+            settings.max_staleness,
+            settings.steps,
+            cfg.rollout.partial_rollouts,
+            cfg.rollout.staleness_strategy == "drop",
+            data.total_steps,
+        ),
         advantage_estimator_entry_of(cfg).greedy_baseline,
         cfg.rollout.rollout_sleep,
         offloaded_parts,
@@ -416,9 +422,7 @@ def engine_ranks(cfg: SwiftConfig) -> EngineRanks | None:
 def draws_at_once(cfg: SwiftConfig, settings: RlSettings) -> int:
     """Return how many draws may be written at the same time: with servers and engines all that the queue has room for,
     so that the long completions of one draw leave none idle."""
-    apart = cfg.rollout.rollout_backend in SERVERS or cfg.placement.sampler_engines
-    independent = apart and cfg.rollout.environment is None
-    return settings.max_staleness // settings.steps + 1 if independent else 1
+    return settings.max_staleness // settings.steps + 1 if writes_draws_side_by_side(cfg) else 1
 
 
 def rollout_files(plan: RunPlan) -> tuple[RolloutWriter | None, RolloutReader | None]:

@@ -233,6 +233,7 @@ NEEDS = (
     | {name: {"loss_type": "kl_cov"} for name in ("kl_cov_ratio", "kl_cov_coef")}
     | {"pass_at_k": {"advantage_estimator": "pass_at_k"}}
     | {"partial_rollouts": {"max_staleness": 4}}
+    | {"staleness_strategy": {"max_staleness": 4, "rollout_backend": "vllm_server"}}
     | {
         name: {"train_type": "lora"}
         for name in (

@@ -248,7 +248,7 @@ def test_a_record_of_the_first_format_is_read(tmp_path: Path) -> None:
     with safe_open(path, "np") as file:
         state = json.loads(file.metadata()["record"])
         tensors = {name: file.get_tensor(name) for name in file.keys() if name != "further_tokens"}  # noqa: SIM118
-    del state["further"]
+    del state["further"], state["drawn"]
     state["conversations"][1]["untrained"] = 5
     text = json.dumps(state)
     header = {"format": "megaswift rollouts 1", "record": text, "sha256": record._checksum(tensors, text)}

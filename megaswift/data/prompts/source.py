@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -99,6 +99,8 @@ class PromptSource:
     order: EpochOrder
     steps: int = 1
     """Optimizer steps on the completions of one generation."""
+    returned: list[int] = field(default_factory=list)
+    """Places in the endless order whose prompts are taken once more, before all others."""
     _taken: int = 0
 
     @property
@@ -109,25 +111,39 @@ class PromptSource:
     @property
     def epoch(self) -> float:
         """Passes over the prompts so far."""
-        return self._taken / self.rows
+        return (self._taken - len(self.returned)) / self.rows
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps that see each prompt `epochs` times, the last generation running on into the next epoch where
         it must."""
         return self.steps * max(1, math.ceil(epochs * self.rows / self.per_generation - 1e-9))
 
-    def next(self) -> list[Prompt]:
-        """The prompts of the next generation."""
-        which = self.order.slice(self._taken, self._taken + self.per_generation)
-        prompts = [self.prompts.read(int(i)) for i in which]
-        self._taken += self.per_generation
-        return prompts
+    def take(self) -> list[int]:
+        """Take the prompts of the next generation, and return their places in the endless order."""
+        places = self.returned[: self.per_generation]
+        self.returned = self.returned[self.per_generation :]
+        more = self.per_generation - len(places)
+        self._taken += more
+        return [*places, *range(self._taken - more, self._taken)]
+
+    def give_back(self, places: Sequence[int]) -> None:
+        """Let the prompts at some places be taken again, before all others."""
+        self.returned = [*places, *self.returned]
+
+    def skip_to(self, places: Sequence[int]) -> None:
+        """Go to behind the places that another run has taken."""
+        self._taken = max([self._taken, *(place + 1 for place in places)])
+
+    def at(self, place: int) -> Prompt:
+        """Read the prompt at a place of the endless order."""
+        return self.prompts.read(int(self.order.slice(place, place + 1)[0]))
 
     def state_dict(self) -> dict[str, Any]:
         """The position in prompts, and what names the data and their order."""
         return {
             "version": 1,
             "rows_taken": self._taken,
+            "returned": [*self.returned],
             "rows": self.rows,
             "shuffle": self.order.shuffle,
             "seed": self.order.seed,
@@ -139,6 +155,7 @@ class PromptSource:
         """Go to a saved position; DataError when the prompts are not the same. A generation may have another size."""
         check_same_data(state, self.state_dict())
         self._taken = int(state["rows_taken"])
+        self.returned = [*state.get("returned", ())]
 
     @property
     def stats(self) -> dict[str, float]:

@@ -108,6 +108,12 @@ class RolloutConfig:
         tasks=RL,
         metavar="S",
     )
+    staleness_strategy: str = option(
+        "wait",
+        "Use draws in order; drop: finished ones first, and drop what gets too old",
+        choices=("wait", "drop"),
+        tasks=RL,
+    )
     partial_rollouts: bool = option(
         False,
         "Send new weights within completions, which go on from their prefixes",

@@ -113,6 +113,8 @@ def _ignore(renew: Callable[[bool], None]) -> None:
 class EnvironmentWithNamedErrors:
     """An environment whose errors carry its name."""
 
+    _closed = False
+
     def __init__(self, flag: str, inner: Environment) -> None:
         self.flag = flag
         self.inner = inner
@@ -214,10 +216,16 @@ class EnvironmentWithNamedErrors:
             raise RewardError(Problem(self.flag, rule, f"return {USABLE}, or None for no reward"))
         return worth
 
+    @property
+    def closes(self) -> bool:
+        """Whether it has a method `close`."""
+        return callable(getattr(self.inner, "close", None))
+
     def close(self) -> None:
-        """End a conversation. RewardError if the user's method raises."""
-        method = getattr(self.inner, "close", None)
-        if callable(method):
+        """End a conversation, once. RewardError if the user's method raises."""
+        if self.closes and not self._closed:
+            self._closed = True
+            method: Any = getattr(self.inner, "close")  # noqa: B009
             self._call(
                 functools.partial(method), lambda trace: RewardError(Problem(self.flag, f"close failed\n{trace}"))
             )

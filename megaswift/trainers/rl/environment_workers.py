@@ -114,6 +114,7 @@ class PlacedEnvironment(EnvironmentWithNamedErrors):
     """An environment in a worker."""
 
     is_agent = False
+    closes = True
 
     def __init__(self, flag: str, worker: Any) -> None:
         self.flag = flag
@@ -129,8 +130,10 @@ class PlacedEnvironment(EnvironmentWithNamedErrors):
         return self._remote("call", self.number, "step", answer)
 
     def close(self) -> None:
-        """End a conversation."""
-        self._remote("end", self.number)
+        """End a conversation, once."""
+        if not self._closed:
+            self._closed = True
+            self._remote("end", self.number)
 
     def _remote(self, method: str, *arguments: Any) -> Any:
         """Call the worker, in the time that a call of the user's code has."""

@@ -23,7 +23,7 @@ from megaswift.rollout.sampler import Completion, Sampler, SamplingParams
 from megaswift.trainers.rl.agents.session import Session
 from megaswift.trainers.rl.chat_turns import REFUSALS, ChatTurns, Conversation, ModelTurn, refusal_text
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, Message, Observation, Turn
-from megaswift.trainers.rl.waves import Ask, Asker, Talk, lead_conversations
+from megaswift.trainers.rl.waves import Ask, Asker, Leave, Talk, lead_conversations
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,8 @@ class MultiTurnRunner:
     def _talk(self, prompt: Prompt, seed: int, sampling: SamplingParams, ask: Asker) -> Talk[MultiTurnCompletion]:
         """Lead one conversation, or let an agent do it."""
         environment: EnvironmentWithNamedErrors = yield self.make
+        if environment.closes:
+            yield Leave(environment.close)
         content: Any = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
         if environment.is_agent:
             session = Session(self.chat, sampling, seed, self.max_turns, self.max_length)

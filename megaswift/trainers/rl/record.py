@@ -1,7 +1,7 @@
 """Generations on disk: what was sampled and how it was rewarded, to train from it again without a sampler.
 
-Owns the files: one a generation, `generation-000012.safetensors`, named by the number from which its completions'
-seeds were made. Tokens are tensors; the rest is JSON in the header, with a checksum of both.
+Owns the files: one a generation, `generation-000012.safetensors`, named by the draws that were trained on before.
+Tokens are tensors; the rest is JSON in the header, with a checksum of both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megaswift.trainers.rl.scorer import ScoredCompletion
 NAME = re.compile(r"generation-(\d{6,})\.safetensors")
 FORMAT = "megaswift rollouts 2"
 EARLIER = "megaswift rollouts 1"
-"""Without `further`: an agent's session has the one segment that was trained on."""
+"""Without `further`, because an agent's session has the one segment that was trained on, and without `drawn`."""
 TURNS = ("messages", "rewards", "ends", "turns", "rewritten", "prompt_ids", "prompt_content", "segments")
 """Fields of a conversation beside its tokens."""
 
@@ -39,7 +39,7 @@ class Generation:
     """The completions of a generation, in the order in which a run trains on them."""
 
     number: int
-    """Draws of prompts that the run had begun before."""
+    """Draws that the run has trained on before."""
     draws: int
     """Draws of this generation: more than 1 where groups without spread were drawn again."""
     places: tuple[int, ...]
@@ -48,6 +48,8 @@ class Generation:
     prompts: tuple[tuple[int, ...], ...]
     """The tokens of the data set's prompt of each completion, before what an environment observes."""
     rollouts: tuple[ScoredCompletion, ...]
+    drawn: tuple[int, ...] = ()
+    """The place of each prompt of its draws in the endless order of prompts."""
 
 
 class RolloutWriter:
@@ -152,7 +154,8 @@ def generation_of(
             )
         )
     head = (state["number"], state["draws"], tuple(state["places"]), tuple(state["seeds"]))
-    return Generation(*head, tuple(tuple(prompts[k]) for k in state["prompt"]), tuple(rollouts))
+    asked = tuple(tuple(prompts[k]) for k in state["prompt"])
+    return Generation(*head, asked, tuple(rollouts), tuple(state.get("drawn", ())))
 
 
 def _completions(state: Mapping[str, Any]) -> Iterator[Completion]:
@@ -205,6 +208,7 @@ def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any
         "number": generation.number,
         "draws": generation.draws,
         "places": [*generation.places],
+        "drawn": [*generation.drawn],
         "seeds": [*generation.seeds],
         "rows": [r.prompt.number for r in rollouts],
         "prompt": prompt,

@@ -79,9 +79,10 @@ def lend_device(
 class Draw:
     """The prompts and the completions of a draw that has begun."""
 
-    before: dict[str, Any]
-    """The position of the prompts before these were taken."""
+    places: list[int]
+    """Of its prompts, in their endless order."""
     prompts: list[Prompt]
+    """Each once for each completion."""
     share: Callable[[], list[Completion]]
     """Returns this rank's completions: computes them, or waits for a thread that does."""
     present: Callable[[], bool]
@@ -149,6 +150,10 @@ class CompletionSamplingScheduler:
     """The draws in the queue, by their numbers."""
     clock: WorkClock = field(default_factory=WorkClock)
     """The time in which this rank's sampler writes draws."""
+    dropped: int = 0
+    """Draws that were dropped since one was trained on."""
+    pause: Callable[[], None] = partial(time.sleep, 0.05)
+    """Waits before it is looked again for a draw that is finished."""
     _stop: Event = field(default_factory=Event)
     """Set while the sampler is interrupted."""
     _threads: ThreadPoolExecutor = field(init=False)
@@ -157,52 +162,61 @@ class CompletionSamplingScheduler:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._threads = ThreadPoolExecutor(self.at_once, "sampler", _use_device, (device,))
 
-    def draw(self, number: int, step: int, timed: Timed) -> tuple[list[Prompt], list[Completion]]:
-        """Return the prompts, each once for each completion, and the completions of draw `number`, the next one of the
-        queue. Where the queue is empty, the draw begins with the present weights, which have taken `step` steps.
-        Collective."""
+    def draw(self, step: int, timed: Timed) -> tuple[int, Draw]:
+        """Return the number of the draw that is trained on next, and the draw with its completions. Where the queue is
+        empty, it begins with the present weights, which have taken `step` steps. Collective."""
         if self.queue.draws:
             with timed("generation"):
-                self.gather([number])
+                self.finish_first()
         else:
             with self.lend_device(timed, has_weights=self.queue.version == step):
                 self.queue.synchronized(step)
-                self.begin(number, background=False)
-                self.gather([number])
-        self.queue.take(step)
-        draw = self.under_way.pop(number)
-        assert draw.completions is not None
-        return draw.prompts, draw.completions
+                self.begin(background=False)
+                self.gather([self.queue.first().number])
+        number = self.queue.take(step).number
+        self.dropped = 0
+        return number, self.under_way.pop(number)
 
-    def begin_ahead(self, number: int, step: int, due: int, timed: Timed) -> None:
-        """Begin in the background as many draws as the bound on staleness permits. The sampler gets the present weights
-        first, unless it is writing with earlier ones and cannot be interrupted: then no draw begins. Collective.
+    def finish_first(self) -> None:
+        """Wait for the draw that is trained on next: the first one, or whichever is finished first. Collective."""
+        if self.queue.overtakes:
+            self.gather(self.arrived())
+            while not self.queue.first().finished:
+                self.pause()
+                self.gather(self.arrived())
+        self.gather([self.queue.first().number])
+
+    def begin_ahead(self, step: int, due: int, timed: Timed) -> None:
+        """Drop draws that have become too old, and begin in the background as many as the bound on staleness permits.
+        The sampler gets the present weights first, unless it is writing with earlier ones and cannot be interrupted:
+        then no draw begins. Collective.
 
         Args:
-            number: The number of the next draw that is trained on.
             step: Optimizer steps taken.
             due: Optimizer steps taken when the next generation begins.
         """
+        stale = self.queue.drop_stale(due)
         count = self.queue.room(step, due)
-        if not count and not self.queue.refreshes(step, due):
+        if not stale and not count and not self.queue.refreshes(step, due):
             return
         if self.queue.writing:
             self.gather(self.arrived())
         if self.queue.writing and not self.queue.interrupts:
             return
-        if self.queue.version != step and (count or self.queue.writing):
-            with timed("weight sync"), self.interrupted():
-                self.generation.synchronize()
-                self.queue.synchronized(step)
+        if stale or (self.queue.version != step and (count or self.queue.writing)):
+            with timed("weight sync"), self.interrupted(stale):
+                if self.queue.version != step:
+                    self.generation.synchronize()
+                    self.queue.synchronized(step)
         for _ in range(count):
-            self.begin(number + len(self.queue.draws), background=True)
+            self.begin(background=True)
 
-    def begin(self, number: int, background: bool) -> None:
+    def begin(self, background: bool) -> None:
         """Take prompts, and begin to sample their completions with the weights that the sampler has."""
-        before = self.prompts.state_dict()
-        draw = Draw(before, self.take_prompts(), lambda: [], lambda: True)
+        number = self.queue.begun(again=bool(self.prompts.returned))
+        places = self.prompts.take()
+        draw = Draw(places, self.prompts_at(places), lambda: [], lambda: True)
         self.under_way[number] = draw
-        self.queue.begun(number)
         if background:
             self.submit(number, draw)
         else:
@@ -223,9 +237,9 @@ class CompletionSamplingScheduler:
         return draw.written
 
     @contextmanager
-    def interrupted(self) -> Iterator[None]:
-        """Stop the sampler for the length of the block; the draws under way then go on from what is written.
-        Collective."""
+    def interrupted(self, stale: Sequence[int]) -> Iterator[None]:
+        """Stop the sampler for the length of the block; the draws under way then go on from what is written, without
+        those that are `stale`, whose prompts will be drawn again. Collective."""
         missing = [number for number, draw in self.under_way.items() if not draw.present()]
 
         def wait() -> None:
@@ -233,14 +247,18 @@ class CompletionSamplingScheduler:
                 self.under_way[number].share()
 
         self._stop.set()
-        if self.queue.writing:
+        if self.queue.writing or stale:
             # Until every rank has stopped: ranks may share servers, which get the weights from one of them.
             with self.marking_failures():
                 distributed.run_and_gather_on_all_ranks(wait)
         self._stop.clear()
+        for number in stale:
+            self.prompts.give_back(self.under_way.pop(number).places)
+        self.dropped += len(stale)
         yield
         for number in missing:
-            self.submit(number, self.under_way[number])
+            if number in self.under_way:
+                self.submit(number, self.under_way[number])
 
     def arrived(self) -> list[int]:
         """Return the draws that every rank has sampled its share of. Collective."""
@@ -254,7 +272,7 @@ class CompletionSamplingScheduler:
                 draw = self.under_way[queued.number]
                 if queued.number in numbers and draw.completions is None:
                     draw.completions = self.generation.gather(draw.share)
-        self.queue.finished(numbers)
+        self.queue.mark_finished(numbers)
 
     @contextmanager
     def marking_failures(self) -> Iterator[None]:
@@ -276,9 +294,9 @@ class CompletionSamplingScheduler:
         with suppress(UserError):
             self.gather([number for number, draw in self.under_way.items() if not draw.failed])
 
-    def take_prompts(self) -> list[Prompt]:
-        """Take the prompts of the next draw, each once for each completion."""
-        return [prompt for prompt in self.prompts.next() for _ in range(self.draws)]
+    def prompts_at(self, places: Sequence[int]) -> list[Prompt]:
+        """Return the prompts at some places of their endless order, each once for each completion."""
+        return [prompt for prompt in map(self.prompts.at, places) for _ in range(self.draws)]
 
     def lend_device(self, timed: Timed, has_weights: bool = False) -> AbstractContextManager[None]:
         """Return a context in which the sampler has the device and the model's weights."""
@@ -299,55 +317,73 @@ class CompletionSamplingScheduler:
         way stay under way."""
         draws = dict(self.under_way)
         queued = [replace(draw) for draw in self.queue.draws]
+        trained = self.queue.trained
         prompts = self.prompts.state_dict()
+        dropped = self.dropped
 
         def back() -> None:
             if self.under_way.keys() - draws.keys():
                 self.settle_usable()  # the sampler is idle before other draws begin
+            stopped = [number for number, draw in draws.items() if number not in self.under_way]
             self.under_way = dict(draws)
             self.queue.draws = [replace(draw) for draw in queued]
+            self.queue.trained = trained
             self.prompts.load_state_dict(prompts)
+            self.dropped = dropped
+            for number in stopped:
+                if draws[number].completions is None:
+                    self.submit(number, draws[number])  # it was dropped since
 
         return back
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for the draws that are under way, and return those before the first that failed. Collective."""
+        """Wait for the draws that are under way, and return those before the first that failed; the prompts of the
+        others will be drawn again. Collective."""
         self.settle_usable()
         queue = [(queued, self.under_way[queued.number]) for queued in self.queue.draws]
-        pending = [*takewhile(lambda entry: not entry[1].failed, queue)]
+        usable = [*takewhile(lambda entry: not entry[1].failed, queue)]
+        prompts = self.prompts.state_dict()
+        left = [place for _, draw in queue[len(usable) :] for place in draw.places]
         return {
-            "before": queue[0][1].before if queue else self.prompts.state_dict(),
+            "prompts": {**prompts, "returned": [*left, *prompts["returned"]]},
+            "trained": self.queue.trained,
+            "dropped": self.dropped,
             "draws": [
                 {
                     "number": queued.number,
                     "version": queued.version,
-                    "prompts": [prompt.number for prompt in draw.prompts],
+                    "again": queued.again,
+                    "places": draw.places,
                     "completions": [asdict(c) for c in draw.completions or ()],
                 }
-                for queued, draw in pending
+                for queued, draw in usable
             ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], due: int) -> None:
-        """Restore the queue and the position of the prompts. Draws of other prompts than this run would take, or too
-        old for it at the step `due` at which the next generation begins, are left out: their prompts are drawn again.
-        Collective."""
+        """Restore the queue and the position of the prompts. Draws of another size than this run's, or too old for it
+        at the step `due` at which the next generation begins, are left out, and those after them where draws are
+        trained on in order: their prompts are drawn again. Collective."""
         self.settle_usable()
         self.under_way = {}
         self.queue.draws = []
         self.queue.version = -1
-        self.prompts.load_state_dict(state["before"])
-        for place, saved in enumerate(state["draws"]):
-            before = self.prompts.state_dict()
-            prompts = self.take_prompts()
+        self.queue.trained = state["trained"]
+        self.dropped = state["dropped"]
+        self.prompts.load_state_dict(state["prompts"])
+        left: list[int] = []
+        for saved in state["draws"]:
+            places = saved["places"]
             completions = [completion_from_dict(c) for c in saved["completions"]]
-            age = due + place * self.queue.steps - saved["version"]
-            if saved.get("prompts") != [prompt.number for prompt in prompts] or age > self.queue.most:
-                self.prompts.load_state_dict(before)
-                break
-            restored = Draw(before, prompts, lambda: [], lambda: True, completions=completions)
+            age = due + len(self.queue.draws) * self.queue.steps - saved["version"]
+            fits = len(places) == self.prompts.per_generation and len(completions) == len(places) * self.draws
+            if not fits or age > self.queue.most or (left and not self.queue.overtakes):
+                left += places
+                continue
+            restored = Draw(places, self.prompts_at(places), lambda: [], lambda: True, completions=completions)
             self.under_way[saved["number"]] = restored
-            self.queue.draws.append(QueuedDraw(saved["number"], saved["version"], finished=True))
+            self.queue.draws.append(QueuedDraw(saved["number"], saved["version"], True, saved["again"]))
+        self.prompts.give_back(left)
 
     def close(self) -> None:
         """Stop the background threads: at once if completions can be interrupted, else after the draws under way."""

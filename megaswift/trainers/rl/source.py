@@ -149,6 +149,7 @@ class RolloutSource:
     def generate(self) -> None:
         """Make a new generation, ready for its first step."""
         # Completions with their rewards; then the sampler goes on in the background.
+        dropped = self.parts.scheduler.dropped
         rollouts = self.sample()
         self.completed = [scored_completion_to_rollout_tokens(i, r, self.settings) for i, r in enumerate(rollouts)]
         self.steps_taken = 0
@@ -167,9 +168,12 @@ class RolloutSource:
         self.metrics |= {"advantages/mean": float(own.mean()), "advantages/std": float(own.std())}
         if self.settings.max_staleness:
             self.metrics |= staleness_metrics([r.completion for r in rollouts], self.steps_begun)
+        scheduler = self.parts.scheduler
         if self.settings.max_staleness and self.parts.replay is None:
-            self.metrics["sampling/queue"] = float(len(self.parts.scheduler.queue.draws))
-        if (restarts := self.parts.scheduler.generation.engine_restarts()) is not None:
+            self.metrics["sampling/queue"] = float(len(scheduler.queue.draws))
+            if scheduler.queue.overtakes:
+                self.metrics["sampling/dropped"] = float(dropped)
+        if (restarts := scheduler.generation.engine_restarts()) is not None:
             self.metrics["sampling/engine_restarts"] = float(restarts)
         self.fresh = [*zip(rollouts, fields["advantages"], strict=True)]
 
@@ -181,7 +185,7 @@ class RolloutSource:
     def begin_ahead(self) -> None:
         """Let the sampler begin the draws that the bound on staleness permits. Collective."""
         if self.settings.max_staleness and self.parts.replay is None:
-            self.parts.scheduler.begin_ahead(self.generations, self.steps_begun, self.due, self.timed)
+            self.parts.scheduler.begin_ahead(self.steps_begun, self.due, self.timed)
 
     def sample(self) -> list[ScoredCompletion]:
         """Draw prompts, completions and rewards; groups without spread are drawn again where `dynamic_sample` asks for
@@ -192,12 +196,17 @@ class RolloutSource:
         scheduler = self.parts.scheduler
         number = self.generations
         taken: list[Prompt] = []
+        drawn_places: list[int] = []
         seeds: list[int] = []
         selected: list[tuple[int, ScoredCompletion]] = []
         spare: list[tuple[int, ScoredCompletion]] = []
         for _ in range(settings.tries):
-            prompts, completions = scheduler.draw(self.generations, self.steps_begun, self.timed)
-            seeds += completion_seeds(settings.seed, self.generations, len(prompts))
+            draw_number, draw = scheduler.draw(self.steps_begun, self.timed)
+            prompts = draw.prompts
+            completions = draw.completions
+            assert completions is not None
+            drawn_places += draw.places
+            seeds += completion_seeds(settings.seed, draw_number, len(prompts))
             self.generations += 1
             with self.timed("rewards"):
                 rollouts = self.parts.scorer(
@@ -217,7 +226,7 @@ class RolloutSource:
         if self.parts.record is not None:
             asked = tuple(taken[place].token_ids for place in places)
             drawn = tuple(seeds[place] for place in places)
-            generation = Generation(number, self.generations - number, places, drawn, asked, found)
+            generation = Generation(number, self.generations - number, places, drawn, asked, found, tuple(drawn_places))
             distributed.run_on_rank0(partial(self.parts.record.write, generation))
         return [*found]
 
@@ -225,7 +234,12 @@ class RolloutSource:
         """Return the recorded generation of the present number, and move the prompts on past it. Collective."""
         number = self.generations
         state = distributed.run_on_rank0(lambda: reader.read(number))
-        taken = [prompt for _ in range(state["draws"]) for prompt in self.parts.scheduler.take_prompts()]
+        scheduler = self.parts.scheduler
+        places = state.get("drawn")
+        if places is None:  # a record of the first format, whose draws have the prompts in order
+            places = [place for _ in range(state["draws"]) for place in scheduler.prompts.take()]
+        scheduler.prompts.skip_to(places)
+        taken = scheduler.prompts_at(places)
         self.generations += state["draws"]
         return [*generation_of(state, taken, self.parts.scorer.decode).rollouts]
 
@@ -359,7 +373,7 @@ class RolloutSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the position. CheckpointError where the checkpoint has none of the queue."""
-        if "queue" not in state:
+        if "trained" not in state.get("queue", {}):
             raise CheckpointError(
                 Problem(
                     "--resume_from_checkpoint",

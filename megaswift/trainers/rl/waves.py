@@ -26,6 +26,8 @@ SEATS = 512
 """Conversations at a time; where one ends, the next one begins."""
 GRACE = 0.1
 """Seconds that a wave waits at least for environments that have not answered."""
+LEAVING = 5.0
+"""Seconds in which environments may be closed after a conversation has failed."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,16 @@ class Ask:
 
 
 Call = Callable[[], Any]
-Talk = Generator[Ask | Call, Any, T]
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Names the call that a conversation makes if another one fails; it is made in the same thread."""
+
+    call: Call
+
+
+Talk = Generator[Ask | Leave | Call, Any, T]
 """A conversation: yields `Ask`, to which a completion is sent, and calls of an environment, to which their results are
 sent; returns what it has become. All calls of a conversation are made in one thread."""
 Asker = Callable[[Ask], Future[Completion]]
@@ -60,7 +71,8 @@ def lead_conversations(begin: Begin[T], count: int, sampler: Sampler, sampling: 
         sampling: How tokens are drawn; each turn has its own maximum length.
 
     Raises:
-        BaseException: Whatever the first conversation to fail raises. Calls under way are left to themselves.
+        BaseException: Whatever the first conversation to fail raises. Calls under way are left to themselves; after
+            them, the others are left (`Leave`), for which there are `LEAVING` seconds.
     """
     leader = _Leader(begin, count, sampler, sampling)
     try:
@@ -82,7 +94,9 @@ class _Seat:
     number: int = -1
     """Of the conversation."""
     talk: Any = None
+    leave: Call | None = None
     calls: SimpleQueue[Call | None] = field(default_factory=SimpleQueue)
+    thread: Thread | None = None
 
 
 @dataclass
@@ -123,14 +137,18 @@ class _Leader:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         for place, seat in enumerate(self.seats):
             arguments = (seat, self.results, device)
-            Thread(target=_make_calls, args=arguments, name=f"conversation {place}", daemon=True).start()
+            seat.thread = Thread(target=_make_calls, args=arguments, name=f"conversation {place}", daemon=True)
+            seat.thread.start()
             self.begin_next(seat)
 
     def close(self) -> None:
         """Let every thread end after the call that it makes, end the conversations, and refuse what the sampler is
         still asked for."""
         self.closed = True
+        left = [seat for seat in self.seats if seat.leave is not None]
         for seat in self.seats:
+            if seat.leave is not None:
+                seat.calls.put(seat.leave)
             seat.calls.put(None)
             if seat.talk is not None:
                 seat.talk.close()
@@ -142,6 +160,10 @@ class _Leader:
         for one in waiting:
             if one.answer is not None:
                 one.answer.cancel()
+        deadline = time.monotonic() + LEAVING
+        for seat in left:
+            assert seat.thread is not None
+            seat.thread.join(max(deadline - time.monotonic(), 0.0))
 
     def begin_next(self, seat: _Seat) -> None:
         """Begin another conversation, if there is one."""
@@ -155,8 +177,12 @@ class _Leader:
         """Give a conversation what it waits for, and take its next turn or call."""
         try:
             wanted = seat.talk.send(value)
+            if isinstance(wanted, Leave):
+                seat.leave = wanted.call
+                wanted = next(seat.talk)
         except StopIteration as ended:
             self.found[seat.number] = ended.value
+            seat.leave = None
             self.begin_next(seat)
             return
         if not isinstance(wanted, Ask):

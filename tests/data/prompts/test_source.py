@@ -141,7 +141,7 @@ def test_what_json_cannot_hold_is_text(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "when": datetime.date(2026, 1, 2), "tests": [{"x": 1}], "none": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
     made = prompt_splits(run(tmp_path, str(tmp_path / "d.parquet"), task="ppo"), tokenizer("qwen"), 1)[0]
-    assert made.next()[0].columns == {"when": "2026-01-02", "tests": [{"x": 1}], "none": None}
+    assert made.at(0).columns == {"when": "2026-01-02", "tests": [{"x": 1}], "none": None}
 
 
 @pytest.mark.parametrize(
@@ -170,17 +170,37 @@ def test_a_text_takes_no_system_message_and_messages_take_a_template(tmp_path: P
         source(tmp_path, [{"prompt": [U]}], name=None)
 
 
+def taken(made: PromptSource) -> list[int]:
+    """Numbers of the next generation's prompts."""
+    return [made.at(place).number for place in made.take()]
+
+
+def test_prompts_that_are_given_back_come_first(tmp_path: Path) -> None:
+    """Once more, then the others; also from a saved position."""
+    made = source(tmp_path, numbered(5), 2)[0]
+    places = [made.take() for _ in range(4)]
+    assert places == [[0, 1], [2, 3], [4, 5], [6, 7]] and made.epoch == 8 / 5
+    made.give_back([2, 3])
+    made.give_back([0])
+    assert made.epoch == 1
+    again = source(tmp_path, numbered(5), 2)[0]
+    again.load_state_dict(made.state_dict())
+    assert [again.take() for _ in range(3)] == [[0, 2], [3, 8], [9, 10]] and again.returned == []
+    again.skip_to([20, 12])
+    assert again.take() == [21, 22]
+
+
 def test_order_epochs_and_resume(tmp_path: Path) -> None:
     made = source(tmp_path, numbered(5), 3)[0]
     assert (made.rows, made.steps_for(1), made.steps_for(0.2), made.steps_for(3)) == (5, 2, 1, 5)
     assert replace(made, steps=6).steps_for(1) == 12 and made.prompts.columns == {"n"}
-    seen = [p.number for _ in range(5) for p in made.next()]
+    seen = [number for _ in range(5) for number in taken(made)]
     orders = [np.random.default_rng([42, epoch]).permutation(5).tolist() for epoch in range(3)]
     assert seen == sum(orders, []) and made.epoch == 3
     again = source(tmp_path, numbered(5), 2)[0]
     again.load_state_dict({**made.state_dict(), "rows_taken": 6})
-    assert [p.number for p in again.next()] == seen[6:8] and again.epoch == 8 / 5
-    assert [p.number for p in source(tmp_path, numbered(5), 5, shuffle=False)[0].next()] == [0, 1, 2, 3, 4]
+    assert taken(again) == seen[6:8] and again.epoch == 8 / 5
+    assert taken(source(tmp_path, numbered(5), 5, shuffle=False)[0]) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +248,7 @@ def test_fewer_prompts_than_a_generation(tmp_path: Path) -> None:
     ):
         source(tmp_path, numbered(3), 4)
     made = source(tmp_path, numbered(3), 4, repeat="#4", shuffle=False)[0]
-    assert [p.columns["n"] for p in made.next()] == [0, 1, 2, 0]
+    assert [made.at(place).columns["n"] for place in made.take()] == [0, 1, 2, 0]
 
 
 def test_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def prompts(tmp_path: Path, names: list[str], **options: Any) -> list[int]:
     )
     read, _ = prompt_splits(cfg, tokenizer("qwen", "qwen2_5"), 1)
     assert row_places(cfg, tokenizer("qwen", "qwen2_5")) is not None
-    return [prompt.number for _ in range(read.rows) for prompt in read.next()]
+    return [read.at(place).number for _ in range(read.rows) for place in read.take()]
 
 
 @pytest.mark.parametrize("rows_of", [preference, prompts])

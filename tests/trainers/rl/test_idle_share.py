@@ -41,8 +41,8 @@ def least_idle_share(seconds: Sequence[float], steps: Sequence[float], most: int
 class Known(World):
     """A sampler whose draws take known times."""
 
-    def __init__(self, seconds: Sequence[float], interrupts: bool) -> None:
-        super().__init__(random.Random(0), 0.0, interrupts)
+    def __init__(self, seconds: Sequence[float], interrupts: bool, parallel: bool = False) -> None:
+        super().__init__(random.Random(0), 0.0, interrupts, parallel)
         self.late = 0.0
         self.known = seconds
         self.number = 0
@@ -62,16 +62,18 @@ class Known(World):
         return self.known[self.number] if self.number < len(self.known) else 1e-9
 
 
-def idle_share(seconds: Sequence[float], most: int, interrupts: bool) -> float:
+def idle_share(
+    seconds: Sequence[float], most: int, interrupts: bool, parallel: bool = False, overtakes: bool = False
+) -> float:
     """Of a trainer whose step takes one second, in virtual time."""
-    world = Known(seconds, interrupts)
-    made = scheduler(world, most, 1)
+    world = Known(seconds, interrupts, parallel)
+    made = scheduler(world, most, 1, overtakes)
     waited = 0.0
-    for number in range(len(seconds)):
+    for number in range(200):
         asked = world.clock
-        made.draw(number, number, timed)
+        made.draw(number, timed)
         waited += world.clock - asked
-        made.begin_ahead(number + 1, number, number + 1, timed)
+        made.begin_ahead(number, number + 1, timed)
         world.clock += 1
         world.step += 1
     return waited / world.clock
@@ -89,6 +91,23 @@ def test_the_trainer_waits_no_longer_than_it_must(most: int, interrupts: bool, m
         least = least_idle_share(seconds, [1.0] * 200, most)
         found = idle_share(seconds, most, interrupts)
         assert least - 1e-6 <= found <= 1.1 * least + 0.005, (mean, spread, least, found)
+
+
+@pytest.mark.parametrize(("interrupts", "falls"), [(False, 0.9), (True, 0.2)])
+def test_draws_that_overtake_others_keep_the_trainer_busy(
+    interrupts: bool, falls: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that works on all draws of the queue: with very unequal draws, of which some are dropped where
+    completions are interrupted, the trainer waits much less than in order, and with others hardly longer."""
+    monkeypatch.setattr(distributed, "all_max", lambda values: [float(value) for value in values])
+    monkeypatch.setattr(test_draw_queue, "TOKENS", 1000)
+    for most, mean, spread in itertools.product((2, 8), (1.0, 4.0), (0.3, 1.5)):
+        chance = random.Random(1)
+        seconds = [mean * chance.lognormvariate(-spread * spread / 2, spread) for _ in range(400)]
+        wait, drop = (idle_share(seconds, most, interrupts, True, overtakes) for overtakes in (False, True))
+        assert drop <= 1.1 * wait + 0.005, (most, mean, spread, wait, drop)
+        if (most, spread) == (8, 1.5):
+            assert drop <= falls * wait and wait > 0.02, (mean, wait, drop)
 
 
 def test_a_server_that_answers_late() -> None:

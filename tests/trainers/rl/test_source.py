@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -346,6 +347,78 @@ def test_a_queue_goes_on_where_it_was(most: int, taken: int) -> None:
         assert told(first.next()) == told(second.next()) and timeless(first) == timeless(second)
     assert min(most, 8) <= first.metrics["sampling/staleness_max"] == first.metrics["sampling/staleness"] <= most
     assert first.metrics["sampling/queue"] == (2 if most == 9 else most == 4)
+
+
+def test_a_draw_that_is_late_is_overtaken() -> None:
+    """The one that is finished is trained on in its place; what is left goes on from a checkpoint."""
+    made, resumed = (source(max_staleness=4) for _ in range(2))
+    for one in (made, resumed):
+        one.parts.scheduler.queue.overtakes = True
+    scheduler = made.parts.scheduler
+    scheduler._threads = ThreadPoolExecutor(4)
+    samples: Any = scheduler.generation
+    sampled, free = samples.write, threading.Event()
+
+    def late(prompts: Any, number: int, *arguments: Any) -> Any:
+        assert number != 1 or free.wait(30)
+        return sampled(prompts, number)
+
+    samples.write = late
+    made.next()
+    for number in (2, 3):
+        scheduler.under_way[number].share()
+    drawn = []
+    for _ in range(2):
+        made.next()
+        drawn += [r.prompt.number for r, _ in made.fresh[::2]]
+    assert drawn == [*range(8, 16)] and made.metrics["sampling/dropped"] == 0
+    free.set()
+    state = json.loads(json.dumps(made.state_dict()))
+    assert [draw["number"] for draw in state["queue"]["draws"]] == [1, 4] and state["queue"]["trained"] == 3
+    resumed.load_state_dict(state)
+    samples.write = sampled
+    for one in (made, resumed):
+        thread: Any = AtOnce()
+        one.parts.scheduler._threads = thread
+    for _ in range(6):
+        assert told(made.next()) == told(resumed.next()) and timeless(made) == timeless(resumed)
+        drawn += [r.prompt.number for r, _ in made.fresh[::2]]
+    assert sorted(drawn) == [*range(4, 36)] and drawn[8:16] == [4, 5, 6, 7, 16, 17, 18, 19]
+
+
+def test_a_draw_that_is_too_old_goes_back() -> None:
+    """A step that is undone brings back the draw that it dropped, from where its completions had stopped."""
+    made = source(max_staleness=2)
+    scheduler = made.parts.scheduler
+    scheduler.queue.overtakes = scheduler.queue.interrupts = True
+    scheduler._threads = ThreadPoolExecutor(3)
+    samples: Any = scheduler.generation
+    free = threading.Event()
+
+    def share(prompts: Any, number: int, every: int, begun: Any, stop: Any) -> Any:
+        deadline = time.monotonic() + 20
+        while number == 1 and not free.is_set() and not stop():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        whole = samples.write(prompts, number)
+        return [replace(c, token_ids=c.token_ids[:1], logprobs=(-0.5,)) for c in whole] if stop() else whole
+
+    samples.write_share = share
+    made.next()
+    for overtakes in (2, 3):
+        back = made.mark()
+        scheduler.under_way[overtakes].share()
+        made.next()
+        assert [r.prompt.number for r, _ in made.fresh[::2]] == [*range(4 * overtakes, 4 * overtakes + 4)]
+    assert 1 not in scheduler.under_way and scheduler.dropped == 1
+    assert scheduler.under_way[4].prompts[0].number == 4, "its prompts begin again"
+    back()
+    assert scheduler.dropped == 0
+    free.set()
+    scheduler.under_way[1].share()
+    made.next()
+    assert [r.prompt.number for r, _ in made.fresh[::2]] == [4, 5, 6, 7]
+    assert {len(r.completion.token_ids) for r, _ in made.fresh} == {2, 3, 4}
 
 
 @pytest.mark.parametrize(

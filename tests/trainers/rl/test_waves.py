@@ -272,6 +272,34 @@ def test_an_error_does_not_wait_for_the_others(
     release.set()
 
 
+def test_environments_are_closed_where_one_fails(
+    world: type[World], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once and in its own thread, the one that fails too; one that never answers holds nobody for long."""
+    monkeypatch.setattr(waves, "LEAVING", 0.5)
+    closed: list[int] = []
+    threads: set[bool] = set()
+    release = threading.Event()
+
+    class Fails(world):  # type: ignore[misc,valid-type]
+        def answer(self, answer: str) -> Any:
+            if self.row == 3 and self.turn == 3:
+                raise KeyError("nothing here")
+            return super().answer(answer)
+
+        def close(self) -> None:
+            closed.append(self.row)
+            threads.add(world is AsyncWorld or threading.get_ident() == self.thread)
+
+    monkeypatch.setattr(world, "wait", staticmethod(lambda: release.wait(WAIT)))
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="nothing here"):
+        talked(tokenizer, Counts(tokenizer), Fails, 10)
+    assert time.monotonic() - began < WAIT / 2
+    assert sorted(closed) == [row for row in range(10) if row != SLOW_ROW] and threads == {True}
+    release.set()
+
+
 def test_threads_end_with_the_conversations(tokenizer: Any) -> None:
     talked(tokenizer, Counts(tokenizer), World)
     deadline = time.monotonic() + WAIT

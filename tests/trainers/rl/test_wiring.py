@@ -398,6 +398,7 @@ def test_so_many_completions_are_written(most: int | None, lines: int, tmp_path:
 ELSEWHERE = {
     "async_generation": "test_policy_run",
     "max_staleness": "test_policy_run",
+    "staleness_strategy": "test_policy_run",
     "partial_rollouts": "test_policy_run",
     "save_rollouts": "test_rollout_record",
     "replay_rollouts": "test_rollout_record",

@@ -25,6 +25,7 @@ from megaswift.trainers.rl.options.derived import (
     policy_loss_of,
     samples_ahead,
     weighs_kl_by_ratio,
+    writes_draws_side_by_side,
 )
 
 ALONE = 2
@@ -285,6 +286,18 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         lambda c: c.rollout.async_generation and c.rollout.max_staleness > 0,
         "sets max_staleness to the optimizer steps of a generation",
         "leave out one of the two",
+    ),
+    ConflictingOptions(
+        ("staleness_strategy", "max_staleness"),
+        lambda c: c.rollout.staleness_strategy == "drop" and not c.rollout.max_staleness,
+        "has no effect without max_staleness: there is one draw at a time",
+        "--max_staleness 4",
+    ),
+    ConflictingOptions(
+        ("staleness_strategy", "rollout_backend", "sampler_engines", "environment"),
+        lambda c: c.rollout.staleness_strategy == "drop" and not writes_draws_side_by_side(c),
+        "has no effect: only servers and engines, without an environment, sample several draws at the same time",
+        "--rollout_backend vllm_server, without --environment",
     ),
     ConflictingOptions(
         ("partial_rollouts", "max_staleness"),

@@ -11,6 +11,7 @@ from megaswift.losses.options.estimator_table import (
 )
 from megaswift.losses.options.preference import beta_of, loss_types_of
 from megaswift.options.tasks import GRPO, PPO
+from megaswift.rollout.options.rollout import SERVERS
 
 DEFAULT_GENERATIONS = 8
 """Completions of a prompt in grpo."""
@@ -79,6 +80,13 @@ def samples_ahead(c: Any) -> bool:
 def max_staleness_of(c: Any, steps: int) -> int:
     """Optimizer steps by which the sampler's weights may be behind; `steps`: those on a generation."""
     return steps if c.rollout.async_generation else c.rollout.max_staleness
+
+
+def writes_draws_side_by_side(c: Any) -> bool:
+    """Whether the sampler works on several draws at the same time. A sampler in the process has room for one, and the
+    conversations of a draw are led in one thread."""
+    apart = c.rollout.rollout_backend in SERVERS or c.placement.sampler_engines
+    return bool(apart) and c.rollout.environment is None
 
 
 def weighs_kl_by_ratio(c: Any) -> bool:

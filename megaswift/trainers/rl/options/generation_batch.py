@@ -46,12 +46,20 @@ def generation_batch_plan(c: Sections, dp: int) -> GenerationBatchPlan:
     total = _completions(c, plan.global_batch_size, plan.per_device * dp)
     group = generations_per_prompt_of(c)
     generation = GenerationBatchPlan(total, total // group, group, total // plan.global_batch_size, c.rl.num_iterations)
-    if c.rollout.partial_rollouts and c.rollout.max_staleness <= generation.steps:
+    rollout = c.rollout
+    useless = []
+    if rollout.max_staleness <= generation.steps:
         rule = (
-            f"has no effect with max_staleness {c.rollout.max_staleness}: a generation takes {generation.steps} steps, "
+            f"has no effect with max_staleness {rollout.max_staleness}: a generation takes {generation.steps} steps, "
         )
-        rule += "so no completion is under way when weights are sent"
-        raise ConfigError(Problem("--partial_rollouts true", rule, f"--max_staleness {2 * generation.steps}"))
+        fix = f"--max_staleness {2 * generation.steps}"
+        if rollout.partial_rollouts:
+            why = "so no completion is under way when weights are sent"
+            useless.append(Problem("--partial_rollouts true", rule + why, fix))
+        if rollout.staleness_strategy == "drop":
+            useless.append(Problem("--staleness_strategy drop", f"{rule}so there is one draw at a time", fix))
+    if useless:
+        raise ConfigError(useless)
     return generation
 
 

@@ -163,6 +163,8 @@ CLASHING = [
     ),
     ("async_generation", "--async_generation --offload_model"),
     ("async_generation", "--async_generation --max_staleness 2"),
+    ("staleness_strategy", f"--staleness_strategy drop {SERVER}"),
+    ("staleness_strategy", f"--staleness_strategy drop --max_staleness 8 --environment e.py:E {SERVER}"),
     ("partial_rollouts", "--partial_rollouts"),
     ("partial_rollouts", "--partial_rollouts --max_staleness 2 --environment e.py:E"),
     ("save_rollouts", "--save_rollouts d --replay_rollouts d"),

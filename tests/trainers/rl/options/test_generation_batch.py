@@ -131,8 +131,10 @@ def test_other_tasks_have_no_generations() -> None:
 
 
 def test_partial_rollouts_take_more_than_a_generation() -> None:
-    """Otherwise no draw is under way at a sync: the next generation waits for the only one."""
+    """Otherwise no draw is under way at a sync: the next generation waits for the only one, and none is overtaken."""
     options = {"task": "grpo", "global_batch_size": 8, "num_iterations": 2, "partial_rollouts": True}
+    options |= {"staleness_strategy": "drop", "rollout_backend": "vllm_server", "rollout_server_url": ("http://x",)}
     assert generation_batch_plan(SwiftConfig(max_staleness=3, **options), 1).steps == 2
-    with pytest.raises(ConfigError, match="a generation takes 2 steps"):
+    with pytest.raises(ConfigError, match="a generation takes 2 steps") as error:
         generation_batch_plan(SwiftConfig(max_staleness=2, **options), 1)
+    assert "--partial_rollouts true" in str(error.value) and "--staleness_strategy drop" in str(error.value)
