@@ -57,7 +57,7 @@ def ray_address(launch: LaunchConfig, environ: Mapping[str, str]) -> str:
 def connect_to_ray(address: str, cores: int, namespace: str | None = None) -> None:
     """Join the cluster at `address`, or start one of this machine alone that nobody else can reach, with `cores` cores.
     ConfigError where there is none."""
-    defaults = QUIET | (LOOPBACK if address == LOCAL else {})
+    defaults = QUIET | (LOOPBACK if address == LOCAL or address.startswith("127.0.0.1:") else {})
     os.environ.update({name: os.environ.get(name, value) for name, value in defaults.items()})
     import ray
 

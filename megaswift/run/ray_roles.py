@@ -10,9 +10,16 @@ from typing import Any
 
 from megaswift import distributed
 from megaswift.config import SwiftConfig
-from megaswift.launchers.ray_cluster import connect_to_ray, ray_address
+from megaswift.launchers.ray_cluster import ray_address
 from megaswift.rollout.options.placement import ON_CPUS
-from megaswift.rollout.ray_engines.cluster import EngineGroup, EngineSettings, RayPlace, open_cluster, place_engines
+from megaswift.rollout.ray_engines.cluster import (
+    EngineGroup,
+    EngineSettings,
+    RayPlace,
+    join_cluster,
+    open_cluster,
+    place_engines,
+)
 from megaswift.rollout.ray_engines.sampler import RaySampler, make_ray_sampler
 from megaswift.rollout.sampler import SamplerOptions
 from megaswift.run.engines import RankContext
@@ -42,7 +49,7 @@ def join_ray(cfg: SwiftConfig, context: RankContext) -> RayPlace:
     gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if on_gpu else 0
     place = distributed.run_on_rank0(lambda: open_cluster(ray_address(cfg.launch, os.environ), cores, gpus))
     if context.rank and rank_samples(cfg, context):
-        connect_to_ray(place.address, 1, place.namespace)
+        join_cluster(place)
     return place
 
 

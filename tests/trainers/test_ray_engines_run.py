@@ -50,7 +50,7 @@ def digits(completions, number, **_):
     calls += 1
     here = Path(__file__).parent
     share = float((here / "share").read_text())
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while int((here / "kills").read_text() or 0) < share * calls and time.monotonic() < end:
         time.sleep(0.05)
     return [sum(c.isdigit() for c in text) / (1 + len(text)) for text in completions]
@@ -160,10 +160,19 @@ def kill_engines(process: subprocess.Popen[str], folder: Path, count: int, seed:
     return killed
 
 
-def disturbed(folder: Path, out: Path, kills: int, steps: int, *options: object, seed: int = 0, **more: Any) -> str:
-    """A run to whose engines that happens."""
+def disturbed(
+    folder: Path,
+    out: Path,
+    kills: int,
+    steps: int,
+    *options: object,
+    seed: int = 0,
+    generations: int | None = None,
+    **more: Any,
+) -> str:
+    """A run to whose engines that happens. `generations`: as many as steps, unless said otherwise."""
     (folder / "kills").write_text("0")
-    (folder / "share").write_text(str(kills / steps))
+    (folder / "share").write_text(str(kills / (generations or steps)))
     process = begin(folder, out, "--max_steps", steps, *options, **more)
     try:
         assert kill_engines(process, folder, kills, seed) == kills, out.with_suffix(".log").read_text()[-3000:]
@@ -232,7 +241,7 @@ def test_ranks_share_engines(launcher: str, folder: Path, tmp_path: Path, ray_fo
 @pytest.mark.parametrize(
     "more",
     [
-        ("--max_staleness", 2, "--generation_batch_size", 2 * BATCH, "--partial_rollouts", "true"),
+        ("--max_staleness", 4, "--generation_batch_size", 2 * BATCH, "--partial_rollouts", "true"),
         ("--train_type", "lora", "--lora_rank", 4),
     ],
     ids=["partial", "adapters"],
@@ -242,24 +251,22 @@ def test_other_ways_of_weights(
 ) -> None:
     """Completions that are interrupted for new weights, and adapters alone; two kills, every prompt once."""
     out = tmp_path / "out"
-    disturbed(folder, out, 2, 4, *more, "--sampler_engines", 2, **ray_folder)
-    steps = 2 if "--generation_batch_size" in more else 4
-    assert_every_prompt_once(out, steps)
+    generations = 2 if "--generation_batch_size" in more else 4
+    disturbed(folder, out, 2, 4, *more, "--sampler_engines", 2, generations=generations, **ray_folder)
+    assert_every_prompt_once(out, generations)
     if "--lora_rank" in more:
         plain = tmp_path / "plain"
         undisturbed(folder, plain, 4, *more)
         assert curve(out) == curve(plain)
 
 
-def members(process: subprocess.Popen[str], text: str) -> list[psutil.Process]:
-    """The processes below a run whose command line has a text."""
+def with_words(*words: str) -> list[psutil.Process]:
+    """The processes of this machine whose command lines have these words."""
     found = []
-    for member in psutil.Process(process.pid).children(recursive=True):
-        try:
-            if text in " ".join(member.cmdline()):
-                found.append(member)
-        except psutil.Error:
-            continue
+    for member in psutil.process_iter(["cmdline"]):
+        line = " ".join(member.info["cmdline"] or ())
+        if all(word in line for word in words) and member.pid != os.getpid():
+            found.append(member)
     return found
 
 
@@ -276,15 +283,15 @@ def test_killed_engines_of_vllm(folder: Path, tmp_path: Path, ray_folder: dict[s
     process = begin(folder, killed, "--max_steps", 5, *words, **ray_folder, **CPU)
     drawn = random.Random(7)
     for count in range(1, 6):
-        while process.poll() is None and len(members(process, SERVER)) < 4:  # two guards with a server each
+        while process.poll() is None and len(with_words(f"-m {SERVER}", str(model))) < 2:
             time.sleep(0.2)
         time.sleep(drawn.uniform(0, 20))
-        found = members(process, ACTOR) if count % 2 else members(process, f"-m {SERVER}")
+        found = [*engines(process)] if count % 2 else with_words(f"-m {SERVER}", str(model))
         assert process.poll() is None and found, killed.with_suffix(".log").read_text()[-3000:]
         drawn.choice(found).kill()
         (folder / "kills").write_text(str(count))
     end(process, killed, 400)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(model) in " ".join(p.info["cmdline"] or ())]
+    assert not psutil.wait_procs(with_words(str(model)), 20)[1]
     readers = [RolloutReader(out / "rollouts") for out in (plain, killed)]
     for number in range(5):
         one, other = (reader.read(number) for reader in readers)

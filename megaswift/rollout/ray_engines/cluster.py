@@ -20,6 +20,7 @@ from megaswift.rollout.sampler import SamplerOptions
 
 PLACED_SECONDS = 120.0
 """Seconds that other users of the cluster have to free what the engines need."""
+AUTH_MODE = "RAY_AUTH_MODE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -52,6 +53,8 @@ class RayPlace:
 
     address: str
     namespace: str
+    auth_mode: str | None
+    """`RAY_AUTH_MODE` of the process that started it: Ray chooses it if nothing is set."""
 
 
 class EngineGroup:
@@ -104,7 +107,14 @@ def open_cluster(address: str, cores: int, trainer_gpus: int = 0) -> RayPlace:
         connect_to_ray(address, max(os.cpu_count() or 1, cores), namespace)
     import ray
 
-    return RayPlace(ray.get_runtime_context().gcs_address, namespace)
+    return RayPlace(ray.get_runtime_context().gcs_address, namespace, os.environ.get(AUTH_MODE))
+
+
+def join_cluster(place: RayPlace) -> None:
+    """Join the cluster that another process of the run has opened."""
+    if place.auth_mode is not None:
+        os.environ.setdefault(AUTH_MODE, place.auth_mode)
+    connect_to_ray(place.address, 1, place.namespace)
 
 
 def place_engines(settings: EngineSettings) -> EngineGroup:

@@ -1,6 +1,7 @@
 """Runs the server of an engine, a module with its arguments, and ends its process group when the engine ends.
 
-The engine holds the other end of standard input, and the system closes that however the engine ends.
+The engine holds the other end of standard input, and the system closes that however the engine ends. The guard is no
+child of the engine: Ray ends the children of an actor one by one, and a server would outlive its guard.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Sequence
 
 def main(words: Sequence[str]) -> None:
     """Run `python -m WORDS` until it ends, or until the engine does. The caller has made a process group for it."""
+    if os.fork():
+        os._exit(0)
     process = subprocess.Popen([sys.executable, "-m", *words], stdin=subprocess.DEVNULL)
     threading.Thread(target=_end_with, args=(process,), daemon=True).start()
     while os.read(sys.stdin.fileno(), 1 << 12):

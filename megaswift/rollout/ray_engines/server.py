@@ -14,7 +14,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +41,38 @@ class EngineServer:
         self.url = f"http://{LOOPBACK}:{port}"
         words = [*SERVER_WORDS[backend](folder, options), "--host", LOOPBACK, "--port", str(port)]
         log.parent.mkdir(parents=True, exist_ok=True)
+        alive, kept = os.pipe()
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.starter = subprocess.Popen(
                 [sys.executable, "-m", "megaswift.rollout.ray_engines.guard", *words],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **SERVER_VARIABLES.get(backend, {})},
                 start_new_session=True,
+                pass_fds=[kept],
             )
+        os.close(kept)  # the guard has it as long as it lives
         self.ready = False
-        threading.Thread(target=self._watch, name="server watch", daemon=True).start()
+        self.ended = threading.Event()
+        threading.Thread(target=self._watch, args=(alive,), name="server watch", daemon=True).start()
         try:
             self._reach(SamplingServer(self.url, options.timeout, backend, ""))
         except ServerError:
-            assert self.process.stdin is not None, "it is a pipe"
-            self.process.stdin.close()
+            assert self.starter.stdin is not None, "it is a pipe"
+            self.starter.stdin.close()
             raise
         self.ready = True
 
     def end_if_ended(self, seconds: float = 0.0) -> None:
         """End this process if the server has ended, or does so within some seconds."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-            if self.ready:
-                os._exit(ENDED)
+        if self.ended.wait(seconds) and self.ready:
+            os._exit(ENDED)
 
-    def _watch(self) -> None:
-        self.process.wait()
+    def _watch(self, alive: int) -> None:
+        self.starter.wait()
+        os.read(alive, 1)
+        self.ended.set()
         self.end_if_ended()
 
     def _reach(self, server: SamplingServer) -> None:
@@ -78,10 +81,10 @@ class EngineServer:
                 server.reach(1.0)
                 return
             except ServerError:
-                if self.process.poll() is not None:
+                if self.ended.is_set():
                     break
         rule = f"is not ready after {START_SECONDS:.0f} seconds"
-        if self.process.poll() is not None:
+        if self.ended.is_set():
             rule = f"ended before it was ready:\n{last_lines(self.log)}"
         raise ServerError(Problem(f"the {server.kind} server of a sampler engine", rule, f"see {self.log}"))
 

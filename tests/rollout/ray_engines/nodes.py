@@ -30,11 +30,11 @@ def main(model: Path, folder: Path) -> None:
     nodes: Any = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 4, "labels": {ROLE_LABEL: "trainer"}, **SMALL}
     )
+    open_cluster(nodes.address, 1)  # while there is one node, on which this process then is
     engine_node = {"num_cpus": 1, "labels": {ROLE_LABEL: "engines"}, **SMALL}
     first, _ = (nodes.add_node(**engine_node) for _ in range(2))
     options = SamplerOptions(dtype="float32", batch_size=2, sync_folder=folder / "sync")
     settings = EngineSettings("transformers", 2, 1, 0, str(model), options, str(folder))
-    open_cluster(nodes.address, 1)
 
     # There is room for two engines on their nodes, and no third one on the trainer's.
     cluster.PLACED_SECONDS = 3.0

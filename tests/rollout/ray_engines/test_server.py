@@ -5,6 +5,7 @@ Covers: megaswift/rollout/ray_engines/guard.py, megaswift/rollout/ray_engines/se
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -52,7 +53,7 @@ from megaswift.rollout.ray_engines import server
 from megaswift.rollout.sampler import SamplerOptions
 server.SERVER_WORDS["vllm"] = lambda folder, options: ["stand_in"]
 made = server.EngineServer("vllm", Path(), SamplerOptions(), Path({folder!r}) / "log")
-print(made.process.pid, made.url, flush=True)
+print(made.starter.pid, made.url, flush=True)
 time.sleep(600)
 """
 
@@ -78,28 +79,26 @@ def test_the_commands_of_servers() -> None:
     assert "--enable-deterministic-inference" in sglang_words(Path("m"), more)
 
 
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def started(folder: Path) -> subprocess.Popen[str]:
-    """An engine whose server is ready."""
+def started(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """An engine whose server is ready; guard, server and the server's worker."""
     (folder / "stand_in.py").write_text(STAND_IN)
     environ = {"PYTHONPATH": f"{ROOT}:{folder}", "PATH": "/usr/bin:/bin"}
     made = subprocess.Popen(
         [sys.executable, "-c", ENGINE.format(folder=str(folder))], stdout=subprocess.PIPE, text=True, env=environ
     )
-    assert made.stdout is not None and "http://127.0.0.1:" in made.stdout.readline()
-    return made
+    assert made.stdout is not None
+    group, url = made.stdout.readline().split()
+    assert url.startswith("http://127.0.0.1:") and not psutil.Process(made.pid).children()
+    members = [process for process in psutil.process_iter() if os.getpgid(process.pid) == int(group)]
+    assert len(members) == 3
+    return made, members
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_server_ends_with_its_engine(tmp_path: Path) -> None:
     """SIGKILL leaves neither guard, server nor the server's worker."""
-    engine = started(tmp_path)
-    members = family(engine)
-    assert len(members) == 3
+    engine, members = started(tmp_path)
     engine.kill()
     assert not psutil.wait_procs(members, 10)[1]
     engine.wait()
@@ -109,11 +108,10 @@ def test_a_server_ends_with_its_engine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_engine_ends_with_its_server(tmp_path: Path) -> None:
     """And the server's worker too; Ray then starts the engine again."""
-    engine = started(tmp_path)
-    guard, *others = family(engine)
-    next(member for member in others if "stand_in" in member.cmdline()).kill()
+    engine, members = started(tmp_path)
+    next(member for member in members if member.cmdline()[1:3] == ["-m", "stand_in"]).kill()
     assert engine.wait(10) == server.ENDED
-    assert not psutil.wait_procs([guard, *others], 10)[1]
+    assert not psutil.wait_procs(members, 10)[1]
 
 
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
