@@ -268,7 +268,8 @@ def test_completions_of_a_server_go_on_with_new_weights(ranks: int, folder: Path
 
 
 @SLOW
-def test_draws_of_a_server_overtake_slow_ones(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_draws_of_a_server_overtake_slow_ones(ranks: int, folder: Path, tmp_path: Path) -> None:
     """No prompt is lost or trained on twice in a pass over the data, before and after a restart, and the record
     trains to the same bits."""
 
@@ -282,16 +283,18 @@ def test_draws_of_a_server_overtake_slow_ones(folder: Path, tmp_path: Path) -> N
     backend.told["/v1/models"] = {"data": [{"id": "served", "max_model_len": 400}]}
     long = ("--max_completion_length", 150, "--max_length", 200, "--max_steps", 10, "--max_staleness", 3)
     options = (*long, "--partial_rollouts", "true", "--staleness_strategy", "drop", "--save_steps", 4)
+    options += SPREAD if ranks > 1 else ()
     saved = tmp_path / "saved"
     out = tmp_path / "out"
     with serving(backend) as url:
         how = ("--rollout_backend", "vllm_server", "--rollout_server_url", url, "--rollout_batch_size", 16)
-        trained(folder, out, *options, *how, "--save_rollouts", saved)
+        trained(folder, out, *options, *how, "--save_rollouts", saved, ranks=ranks)
         lines = read_lines(out / "metrics.jsonl")
-        again = trained(folder, tmp_path / "again", *options, *how, "--replay_rollouts", saved)
+        again = trained(folder, tmp_path / "again", *options, *how, "--replay_rollouts", saved, ranks=ranks)
         assert_same_end(again, out)
         step = out / "checkpoints" / "step-4"
-        trained(folder, out, *options, *how, "--save_rollouts", saved, "--resume_from_checkpoint", str(step))
+        resume = ("--resume_from_checkpoint", str(step))
+        trained(folder, out, *options, *how, "--save_rollouts", saved, *resume, ranks=ranks)
     assert all(line["sampling/staleness_max"] <= 3 and line["sampling/dropped"] >= 0 for line in lines)
     drawn = [place for number in range(10) for place in RolloutReader(saved).read(number)["drawn"]]
     assert len({*drawn}) == len(drawn) and drawn != sorted(drawn), "draws have overtaken others"
