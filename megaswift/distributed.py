@@ -161,22 +161,6 @@ def broadcast_object(value: T, src: int = 0, group: Any = None, device: torch.de
     return values[0]
 
 
-def broadcast_tensors_from_rank0(
-    named: Iterable[tuple[str, Tensor]], device: torch.device | None = None
-) -> list[tuple[str, Tensor]]:
-    """Rank 0's (name, tensor) pairs on every rank, of tensors on `device`, None: in host memory. Those of other ranks
-    are dropped: their iterators still have to be exhausted, since iterating may be collective."""
-    tensors = [(name, tensor.contiguous()) for name, tensor in named]
-    if not _several():
-        return tensors
-    metas = broadcast_object([(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
-    if global_rank() != 0:
-        tensors = [(name, torch.empty(shape, dtype=dtype, device=device)) for name, shape, dtype in metas]
-    for _, tensor in tensors:
-        dist.broadcast(tensor, src=0, group=cpu_group() if device is None else None)
-    return tensors
-
-
 def raise_on_all_ranks(
     problems: Sequence[Problem], error: type[UserError] = CheckpointError, limit: int | None = None
 ) -> None:

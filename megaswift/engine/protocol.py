@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from megaswift.engine.diagnostics.replica_checksums import ReplicatedWeights
 from megaswift.losses.contract import Addable, Batch, Loss, ModelOutputs, RequestedModelOutputs
 from megaswift.parallel.layout import Layout
+
+Receivers = Literal["rank0", "replicas", "all"]
+"""Ranks that get whole tensors: the first one, the first one of each data-parallel replica, or every rank."""
 
 
 @dataclass(frozen=True)
@@ -278,14 +281,14 @@ class Engine(Protocol):
         """
 
     def hf_weights(
-        self, dtype: Any = None, everywhere: bool = False, on_device: bool = False
+        self, dtype: Any = None, to: Receivers = "rank0", on_device: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """Stream the weights, adapters merged in, as (Hugging Face name, whole tensor). Collective.
 
         Args:
             dtype: The dtype of all tensors; None for the model's own.
-            everywhere: Every rank gets the tensors, else rank 0 alone.
-            on_device: The tensors lie on the ranks' device, else in host memory.
+            to: The ranks that get the tensors. The stream is empty on other ranks, which have to iterate too.
+            on_device: The tensors lie on the ranks' device. Otherwise they lie in host memory if one rank gets them.
         """
 
     def load_hf(self, directory: Path) -> None:

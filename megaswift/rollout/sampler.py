@@ -113,9 +113,6 @@ class Sampler(Protocol):
     the model's folder itself, also after every sleep, and `update_adapter` brings only adapters.
     """
 
-    shared: bool
-    """Whether all processes use the same servers: one process then updates them while none generates."""
-
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:

@@ -29,7 +29,6 @@ class ServerSampler(ABC):
     kind: ClassVar[str]
     port: ClassVar[int]
     """Default port of a server on this machine."""
-    shared = True
 
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.folder = folder

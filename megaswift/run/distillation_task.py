@@ -31,7 +31,7 @@ from megaswift.trainers.distillation.server import ServerTeacher
 from megaswift.trainers.distillation.stored import StoredTeacher, write_teacher_logits
 from megaswift.trainers.hook import Rate
 from megaswift.trainers.rl.generation import CompletionGenerator
-from megaswift.trainers.rl.sampler import samples_on_every_rank, sampling_params_of
+from megaswift.trainers.rl.sampler import sampling_params_of, weight_receivers
 from megaswift.trainers.rl.scheduler import Timed, lend_device
 
 
@@ -111,7 +111,7 @@ def build_writers(plan: RunPlan, data: TaskData, engine: Engine, model: TeacherM
     options = cfg.distillation
     geometry = plan.geometry()
     sampling = sampling_params_of(cfg.rollout, data.tokenizer, plan.folder)
-    everywhere = samples_on_every_rank(cfg.rollout.rollout_backend, cfg.placement.sampler_engines)
+    receivers = weight_receivers(cfg.rollout.rollout_backend, cfg.placement.sampler_engines)
     shared = ranks_per_engine(cfg)
     place = plan.context.coordinates
 
@@ -124,7 +124,7 @@ def build_writers(plan: RunPlan, data: TaskData, engine: Engine, model: TeacherM
         sampler = build_sampler_in_freed_memory(plan, engine, parts, adapter_rank(cfg.lora) if alone else 0)
         adapters = SyncRounds(sync_folder_of(cfg, plan.folder), "adapter") if alone else None
         student = CompletionGenerator(
-            engine, place, sampler, sampling, cfg.train.seed, None, adapters, plan.base, everywhere, shared
+            engine, place, sampler, sampling, cfg.train.seed, None, adapters, plan.base, receivers, shared
         )
 
     # The teacher's, whose weights never change.
@@ -139,7 +139,7 @@ def build_writers(plan: RunPlan, data: TaskData, engine: Engine, model: TeacherM
             writer,
             sampling,
             cfg.train.seed,
-            everywhere=everywhere,
+            receivers=receivers,
             ranks_per_engine=shared,
         )
         with model.teacher.active():

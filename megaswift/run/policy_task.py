@@ -86,10 +86,10 @@ from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
 from megaswift.trainers.rl.record import RolloutReader, RolloutWriter
 from megaswift.trainers.rl.sampler import (
     rollout_batch_size,
-    samples_on_every_rank,
     sampling_params_of,
     seeds_requests,
     sync_folder,
+    weight_receivers,
 )
 from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from megaswift.trainers.rl.scorer import RewardScorer
@@ -171,7 +171,7 @@ def add_rl_summary_rows(
     """Add the first screen's rows about sampling, rewards and critic; an epoch passes over each prompt once."""
     cfg = plan.cfg
     generation = generation_batch_plan(plan.cfg, plan.layout.dp)
-    everywhere = samples_on_every_rank(cfg.rollout.rollout_backend, cfg.placement.sampler_engines)
+    everywhere = weight_receivers(cfg.rollout.rollout_backend, cfg.placement.sampler_engines) == "all"
     samplers = count_text(plan.layout.world_size if everywhere else plan.layout.dp, "rank")
     if cfg.placement.sampler_engines:
         samplers = f"{count_text(cfg.placement.sampler_engines, 'engine')} on Ray"
@@ -364,7 +364,7 @@ def rollout_dependencies(
         None if replays else build_multi_turn(cfg, tokenizer, context),
         SyncRounds(sync_folder_of(cfg, plan.folder), "adapter") if adapters_only else None,
         plan.base,
-        samples_on_every_rank(cfg.rollout.rollout_backend, cfg.placement.sampler_engines),
+        weight_receivers(cfg.rollout.rollout_backend, cfg.placement.sampler_engines),
         ranks_per_engine(cfg),
         engine_ranks(cfg),
         images,
@@ -497,7 +497,7 @@ def build_sampler(
     options = sampler_options(cfg, spec, sync_folder_of(cfg, folder), str(context.device), dtype, rank)
     if cfg.placement.sampler_engines:
         return build_ray_sampler(cfg, folder, options, context)
-    if not samples_on_every_rank(cfg.rollout.rollout_backend) and not is_sampling_rank(context.coordinates):
+    if weight_receivers(cfg.rollout.rollout_backend) != "all" and not is_sampling_rank(context.coordinates):
         return None
     if not options.seed_requests:
         # Engines may share the completions of a prompt, which would be equal if the engines had one seed. Ranks of one

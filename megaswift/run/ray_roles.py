@@ -26,7 +26,7 @@ from megaswift.run.engines import RankContext
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, is_agent_class
 from megaswift.trainers.rl.environment_workers import agent_error, place_environment_workers
 from megaswift.trainers.rl.generation import is_sampling_rank
-from megaswift.trainers.rl.sampler import samples_on_every_rank
+from megaswift.trainers.rl.sampler import weight_receivers
 
 ENGINE_MEMORY_SHARE = 0.9
 """Default share of the memory of a GPU that an engine has for itself, as in vLLM."""
@@ -36,8 +36,8 @@ FOLDER = "folder"
 
 def rank_samples(cfg: SwiftConfig, context: RankContext) -> bool:
     """Return whether this rank has a sampler."""
-    everywhere = samples_on_every_rank(cfg.rollout.rollout_backend, cfg.placement.sampler_engines)
-    return everywhere or is_sampling_rank(context.coordinates)
+    receivers = weight_receivers(cfg.rollout.rollout_backend, cfg.placement.sampler_engines)
+    return receivers == "all" or is_sampling_rank(context.coordinates)
 
 
 def join_ray(cfg: SwiftConfig, context: RankContext) -> RayPlace:

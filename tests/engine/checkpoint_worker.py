@@ -115,7 +115,8 @@ def flat_moments(engine: Any, name: str) -> dict[int, Tensor]:
 
 def stream(engine: Any, values: dict[int, Tensor]) -> dict[str, Tensor]:
     """By Hugging Face name, on rank 0."""
-    return {name: t.clone() for name, t in engine.weights.stream(lambda p: values[id(p)] if p.requires_grad else None)}
+    stream = engine.weights.stream(lambda p: values[id(p)] if p.requires_grad else None, dtype=torch.float32)
+    return {name: t.clone() for name, t in stream}
 
 
 def snapshot(engine: Any, result: Result) -> None:

@@ -45,12 +45,12 @@ SAMPLER = {
     "read megaswift.rollout.decoding:decode_batch": 8,
     "read megaswift.rollout.token_sampling:RowGenerators.keep": 1,
 }
-COLLECT = "read megaswift.engine.megatron.weights:RankWeights.collect"
+COLLECT = "read megaswift.engine.megatron.gather:_Exchange._read"
 SCORES = "read megaswift.data.prompts.collate:gather_completion_values"
 """Of a generation: each decoded token, and the reference's log-probabilities (a critic's values too). The weights stay
 on the device on their way to the sampler, over ranks too."""
 OBJECTS = "gloo megaswift.distributed:all_gather_objects"
-RANKS_OF_ROLLOUT = {SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
+RANKS_OF_ROLLOUT = {SCORES: 2, OBJECTS: 7}
 
 
 _MODELS = "transformers.models."
@@ -127,7 +127,7 @@ _FSDP_SAVED = {
 }
 """One a tensor: 47 weights and their two moments. The first rank writes; each reads half of them and broadcasts it."""
 _FSDP_READ = {"save": {OBJECTS: 1}, "export": {OBJECTS: 1}, "load": {OBJECTS: 4, _FSDP_BROADCAST: 70}}
-FSDP_ROLLOUT = STEP | SAMPLER | ROLLOUT_LOOP | {SCORES: 2, OBJECTS: 5, "gloo megaswift.distributed:barrier": 1}
+FSDP_ROLLOUT = STEP | SAMPLER | ROLLOUT_LOOP | RANKS_OF_ROLLOUT
 
 WAITS: dict[tuple[str, int], dict[str, Any]] = {
     ("", 1): {
@@ -204,11 +204,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
             STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT | SAMPLER,
             STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT,
         ],
-        "run:grpo": STEP
-        | ROLLOUT_LOOP
-        | RANKS_OF_ROLLOUT
-        | SAMPLER
-        | {"gloo megaswift.distributed:broadcast_object": 19},
+        "run:grpo": STEP | ROLLOUT_LOOP | RANKS_OF_ROLLOUT | SAMPLER,
     },
     ("", 4): {
         "step:dense pp2 vpp2 tp2 packed": [

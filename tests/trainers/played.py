@@ -66,8 +66,6 @@ def played(seed: int, length: int | None = None) -> Completion:
 class Player:
     """A sampler without a model."""
 
-    shared = False
-
     def __init__(self, length: int | None) -> None:
         self.length = length
 

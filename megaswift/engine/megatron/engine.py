@@ -29,6 +29,7 @@ from megaswift.engine.megatron import forward_backward as passes
 from megaswift.engine.megatron.checkpoint import save_load
 from megaswift.engine.megatron.checkpoint.optimizer_states import MainWeightFiller
 from megaswift.engine.megatron.freezing import freeze_weights, require_input_gradients
+from megaswift.engine.megatron.gather import Route
 from megaswift.engine.megatron.hf_export import export_hf_folder_from_ranks
 from megaswift.engine.megatron.layers.attention.te import TEAttentionBackendEnv
 from megaswift.engine.megatron.layers.implementation import (
@@ -67,7 +68,15 @@ from megaswift.engine.objective import (
 )
 from megaswift.engine.options.fp8_recipes import fp8_compute_capability_problems
 from megaswift.engine.options.optimizer import OptimConfig
-from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
+from megaswift.engine.protocol import (
+    Counted,
+    EngineSizeReport,
+    FileEntries,
+    Receivers,
+    StartedCount,
+    StartedSave,
+    StepResult,
+)
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.errors import ConfigError
 from megaswift.families import family_of
@@ -342,16 +351,15 @@ class MegatronEngine(EngineState):
         return self.plain[-1].largest_of_teacher(hidden, k, temperature)
 
     def hf_weights(
-        self, dtype: torch.dtype | None = None, everywhere: bool = False, on_device: bool = False
+        self, dtype: torch.dtype | None = None, to: Receivers = "rank0", on_device: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, full tensor) on rank 0, or everywhere; every rank must iterate. Adapters are merged
-        in."""
+        """Yield (Hugging Face name, full tensor) on the receivers; every rank must iterate. Adapters are merged in. In
+        host memory, or on the device if there are several receivers, too."""
         finish_weight_gathers(self.chunks)
-        exact = self.weights.exact
-        device = self.context.device if on_device else None
+        route = Route(to, self.context.device if on_device or to != "rank0" else None)
         if self.lora is not None:
-            return ((name, t if dtype is None else t.to(dtype)) for name, t in self.lora.merged(everywhere, device))
-        return self.weights.stream(lambda p: exact(p) if dtype is None else exact(p).to(dtype), everywhere, device)
+            return self.lora.merged(route, dtype)
+        return self.weights.stream(self.weights.exact, route, dtype)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name in a PEFT folder without its prefix, full tensor) of what trains with LoRA, like `hf_weights`."""
@@ -363,9 +371,15 @@ class MegatronEngine(EngineState):
         return self.lora
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, gradient) after `accumulate`, like `hf_weights`, or like `adapter_weights` with LoRA."""
-        stream = self.weights.stream if self.lora is None else self.lora.stream
-        return stream(lambda p: getattr(p, "main_grad", None))
+        """Yield (name, gradient) after `accumulate`, in float32, like `hf_weights`, or like `adapter_weights` with
+        LoRA."""
+
+        def gradient(parameter: Tensor) -> Tensor | None:
+            return getattr(parameter, "main_grad", None)
+
+        if self.lora is None:
+            return self.weights.stream(gradient, dtype=torch.float32)
+        return self.lora.stream(gradient, torch.float32)
 
     def keep_reference(self, on_host: bool = False) -> None:
         """Make the present model the reference. New adapters need no copy, because the base model is the reference."""

@@ -2,14 +2,15 @@
 
 Owns which rank writes which file, the order in which tensors travel, and what happens when a rank cannot write. A file
 is one process's: file systems of clusters do not keep the writes of two machines to one file apart. All ranks go
-through the same rounds, in each of which every writer gets one group of tensors before any of them writes, so disks
-work at the same time and nobody waits for more than a group. Adapters and merged weights are rank 0's affair.
+through the same rounds, in each of which every writer gets a bucket of tensors before any of them writes, so disks
+work at the same time and nobody waits for more than a bucket. Adapters and merged weights are rank 0's affair.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -26,7 +27,8 @@ from megaswift.bridge.hf.writer import (
     plan_safetensors_shards,
 )
 from megaswift.bridge.plan import EntriesOfSameHfTensors
-from megaswift.engine.megatron.weights import GatherDestination, RankWeights
+from megaswift.engine.megatron.gather import HOST_BUCKET, Route
+from megaswift.engine.megatron.weights import RankWeights
 from megaswift.errors import ROOM, Problem, UserError
 
 
@@ -36,8 +38,8 @@ class ExportTask:
 
     writer: int
     names: tuple[str, ...]
-    group: EntriesOfSameHfTensors | None
-    """What they are made of; None: they are carried along."""
+    groups: tuple[EntriesOfSameHfTensors, ...] = ()
+    """What they are made of, but for those that are carried along."""
 
 
 def assign_file_writers(files: Sequence[PlannedSafetensorsFile], holders: Mapping[str, Sequence[int]]) -> list[int]:
@@ -55,19 +57,46 @@ def assign_file_writers(files: Sequence[PlannedSafetensorsFile], holders: Mappin
 
 
 def export_rounds(
-    files: Sequence[PlannedSafetensorsFile], writers: Sequence[int], groups: Mapping[str, EntriesOfSameHfTensors]
+    files: Sequence[PlannedSafetensorsFile],
+    writers: Sequence[int],
+    groups: Mapping[str, EntriesOfSameHfTensors],
+    limit: int = HOST_BUCKET,
 ) -> list[list[ExportTask]]:
-    """All tasks, at most one a writer in each round. A group that two files share is gathered by both writers."""
+    """All tasks, at most one a writer in each round. A group that two files share is gathered by both writers.
+
+    `limit`: bytes of a task, if it has more than one group."""
     by_writer: dict[int, dict[tuple[str, ...], list[str]]] = {}
     for file, writer in zip(files, writers, strict=True):
         for name in file.places:
             key = groups[name].entries[0].hf if name in groups else (name,)
             by_writer.setdefault(writer, {}).setdefault(key, []).append(name)
-    queues = [
-        [ExportTask(writer, tuple(names), groups.get(key[0])) for key, names in tasks.items()]
-        for writer, tasks in sorted(by_writer.items())
-    ]
+    queues = [list(_tasks(writer, names, groups, limit)) for writer, names in sorted(by_writer.items())]
     return [[task for task in tasks if task is not None] for tasks in zip_longest(*queues)]
+
+
+def _tasks(
+    writer: int,
+    names_by_key: Mapping[tuple[str, ...], Sequence[str]],
+    groups: Mapping[str, EntriesOfSameHfTensors],
+    limit: int,
+) -> Iterator[ExportTask]:
+    """Consecutive groups of a writer, with at most `limit` bytes in float32."""
+    names: list[str] = []
+    gathered: list[EntriesOfSameHfTensors] = []
+    size = 0
+    for key, members in names_by_key.items():
+        group = groups.get(key[0])
+        more = 0 if group is None else 4 * sum(math.prod(shape) for shape in group.entries[0].hf_shapes)
+        if names and size + more > limit:
+            yield ExportTask(writer, tuple(names), tuple(gathered))
+            names = []
+            gathered = []
+            size = 0
+        names += members
+        gathered += [] if group is None else [group]
+        size += more
+    if names:
+        yield ExportTask(writer, tuple(names), tuple(gathered))
 
 
 def export_hf_folder_from_ranks(weights: RankWeights, directory: Path, options: HfExportOptions) -> None:
@@ -118,8 +147,8 @@ def _write_rounds(
     for tasks in rounds:
         own: list[tuple[ExportTask, dict[str, Tensor]]] = []
         for task in tasks:
-            route = GatherDestination(task.writer, distributed.PATIENCE)
-            made = {} if task.group is None else dict(weights.stream_group(task.group, weights.exact, route))
+            route = Route(task.writer, hours=distributed.PATIENCE)
+            made = dict(weights.stream(weights.exact, route, groups=task.groups))
             if task.writer == weights.context.rank:
                 own.append((task, made))
         for task, made in own if not failures else ():

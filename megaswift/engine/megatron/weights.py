@@ -6,7 +6,6 @@ ranks. Reading, cutting and merging of tensors belong to the bridge.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import math
 import re
@@ -22,6 +21,7 @@ from megaswift import distributed
 from megaswift.bridge.hf import finite
 from megaswift.bridge.initial_weights import seeded_normal, seeded_uniform
 from megaswift.bridge.plan import EntriesOfSameHfTensors, PlanEntry, WeightPlan
+from megaswift.engine.megatron.gather import TO_RANK0, Route, ShardedTensor, gather, merged_dtypes
 from megaswift.engine.megatron.layers.nf4_linear import NF4Matrix
 from megaswift.engine.megatron.model import SwiftGPT
 from megaswift.engine.megatron.optim.fp8_weights import is_fp8_weight
@@ -98,22 +98,6 @@ def _mark(parameter: nn.Parameter, entry: PlanEntry) -> None:
     parameter.partition_stride = 1
 
 
-@dataclass(frozen=True)
-class GatherDestination:
-    """Where gathered shards go."""
-
-    to: int = 0
-    """Rank."""
-    hours: float | None = None
-    """That ranks wait for one another, for one that writes meanwhile; None: as long as for a collective. A rank that
-    has ended is noticed at once."""
-    device: torch.device | None = None
-    """The ranks' device: tensors stay there, and travel by its communication; None: they go through host memory."""
-
-
-TO_RANK0 = GatherDestination()
-
-
 class RankWeights:
     """Every parameter of this rank, each matched with exactly one entry of the family's plan."""
 
@@ -146,6 +130,7 @@ class RankWeights:
         """The values of a weight to save: the engine replaces it where they are not the parameter's own, then it is
         collective over data-parallel ranks."""
         self.by_name = {p.entry.megatron: p for p in self.placed}
+        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def _place(self, entry: PlanEntry, chunk: nn.Module, name: str) -> None:
         path, _, attribute = name.rpartition(".")
@@ -187,70 +172,70 @@ class RankWeights:
             yield placed, placed.entry.read(source, ranks, rank, self.padded)
 
     def stream(
-        self, value: Callable[[Tensor], Tensor | None], everywhere: bool = False, device: torch.device | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of `value(parameter)` for all entries in the plan's order.
-
-        Collective: every rank iterates to the end; only rank 0 yields tensors, one group of entries at a time.
-        `everywhere`: all do. On `device`, the ranks' own, or in host memory.
-        """
-        for group in self.plan.groups:
-            named = self.stream_group(group, value, GatherDestination(device=device))
-            yield from distributed.broadcast_tensors_from_rank0(named, device) if everywhere else named
-
-    def stream_group(
         self,
-        group: EntriesOfSameHfTensors,
         value: Callable[[Tensor], Tensor | None],
-        route: GatherDestination = TO_RANK0,
+        route: Route = TO_RANK0,
+        dtype: torch.dtype | None = None,
+        groups: Sequence[EntriesOfSameHfTensors] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The part of `stream` that is about one group of entries; yields where `route` leads."""
-        shards = (self._gather(entry, value, route) for entry in group.entries)
-        if self.context.rank == route.to:
-            yield from group.write(parts or [] for parts in shards).items()
-        else:
-            for _ in shards:
-                pass
+        """(Hugging Face name, full tensor) of `value(parameter)`, where `route` leads; nothing on other ranks.
 
-    def _gather(
-        self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], route: GatherDestination
-    ) -> list[Tensor] | None:
-        """The entry's shards in order, where `route` leads; None elsewhere."""
-        holders = self.holders(entry)
-        shapes = [entry.shard_shape(self.tp_of(entry)[0], self.padded)] * len(holders)
+        Collective: every rank iterates to the end.
+
+        Args:
+            value: Of a parameter; None: zeros.
+            route: Where tensors go.
+            dtype: Of all tensors; None: each parameter's, which values must have then.
+            groups: What is streamed, in this order; None: the whole plan.
+        """
+        chosen = self.plan.groups if groups is None else groups
+        jobs = ((group, [self.sharded(entry, value, dtype) for entry in group.entries]) for group in chosen)
+        for group, shards in gather(jobs, self.context, route):
+            yield from group.write(shards).items()
+
+    def sharded(
+        self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], dtype: torch.dtype | None = None
+    ) -> ShardedTensor:
+        """`value` of one parameter, as `gather` takes it."""
         local = self.by_name.get(entry.megatron)
-        if local is None or not is_fp8_weight(local.held):
-            return self.collect(holders, shapes, lambda: value(self.by_name[entry.megatron].tensor), route)
-        own = value(local.tensor)  # on every replica: each has a part of the exact values
-        return self.collect(holders, shapes, lambda: own, route)
 
-    def collect(
-        self,
-        holders: Sequence[int],
-        shapes: Sequence[tuple[int, ...]],
-        get_own: Callable[[], Tensor | None],
-        route: GatherDestination = TO_RANK0,
-    ) -> list[Tensor] | None:
-        """`get_own()` of each holder (None: zeros), of these shapes, where `route` leads; None elsewhere."""
-        rank = self.context.rank
-        device = route.device or torch.device("cpu")
-        parts: list[Tensor] = []
-        for holder, shape in zip(holders, shapes, strict=False):
-            if rank == holder:
-                value = get_own()
-                tensor = torch.zeros(shape, device=device) if value is None else value.detach().to(device).contiguous()
-                if holder == route.to:
-                    parts.append(tensor)
-                else:
-                    _send(tensor, route)
-            elif rank == route.to:
-                parts.append(_receive(shape, holder, route))
-        return parts if rank == route.to else None
+        def read() -> Tensor | None:
+            assert local is not None, f"this rank does not hold {entry.megatron}"
+            found = value(local.tensor)
+            return found if found is None or dtype is None else found.to(dtype)
+
+        shape = self._shard_shape(entry)
+        ranks = 1 if entry.shard == "replicated" else self.tp_of(entry)[0]
+        every_replica = local is not None and is_fp8_weight(local.held)  # each has a part of the exact values
+        return ShardedTensor(
+            self.stage_of(entry),
+            self.expert_rank(entry),
+            (shape,) * ranks,
+            self._dtypes[entry.rule.megatron] if dtype is None else dtype,
+            read,
+            every_replica,
+        )
+
+    def _shard_shape(self, entry: PlanEntry) -> tuple[int, ...]:
+        """That of one rank's shard, computed once for all layers and experts."""
+        name = entry.rule.megatron
+        if name not in self._shapes:
+            self._shapes[name] = tuple(entry.shard_shape(self.tp_of(entry)[0], self.padded))
+        return self._shapes[name]
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes by rule. Collective when they are first asked for."""
+        own = {placed.entry.rule.megatron: placed.held.dtype for placed in self.placed}
+        return merged_dtypes(own, self.context.layout)
+
+    def expert_rank(self, entry: PlanEntry) -> int | None:
+        """The expert-parallel rank that holds `entry`; None: it belongs to no expert."""
+        return None if entry.expert is None else entry.expert // (self.spec.experts // self.context.layout.ep)
 
     def holders(self, entry: PlanEntry) -> list[int]:
         """Global ranks of the shards of `entry`, in shard order: those of the first data-parallel replica."""
-        owner = None if entry.expert is None else entry.expert // (self.spec.experts // self.context.layout.ep)
-        ranks = self._replica(self.stage_of(entry), owner)
+        ranks = self._replica(self.stage_of(entry), self.expert_rank(entry))
         return ranks[:1] if entry.shard == "replicated" else ranks
 
     @functools.cache  # noqa: B019 (one object a process, a handful of keys)
@@ -317,37 +302,6 @@ class RandomWeightSource:
             if self.padding is not None and name.endswith("embed_tokens.weight"):
                 self._last[1][self.padding] = 0.0
         return self._last[1][index]
-
-
-_WIRE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def _send(tensor: Tensor, route: GatherDestination) -> None:
-    code = torch.tensor([_WIRE.index(tensor.dtype)])
-    _wait(dist.isend(code, route.to, group=distributed.cpu_group()), route, route.to)
-    _wait(dist.isend(tensor, route.to, group=_group_of(route)), route, route.to)
-
-
-def _group_of(route: GatherDestination) -> Any:
-    """All ranks', by the communication of the device or of host memory."""
-    return distributed.cpu_group() if route.device is None else None
-
-
-def _receive(shape: tuple[int, ...], source: int, route: GatherDestination) -> Tensor:
-    code = torch.zeros(1, dtype=torch.int64)
-    _wait(dist.irecv(code, source, group=distributed.cpu_group()), route, source)
-    tensor = torch.empty(shape, dtype=_WIRE[int(code)], device=route.device)
-    _wait(dist.irecv(tensor, source, group=_group_of(route)), route, source)
-    return tensor
-
-
-def _wait(work: dist.Work | None, route: GatherDestination, peer: int) -> None:
-    assert work is not None, "no member of the group"
-    if route.hours is None:
-        work.wait()
-    else:
-        with distributed.waiting_for([peer]):
-            work.wait(datetime.timedelta(hours=route.hours))
 
 
 # Reads each slice of a model's files on one data-parallel replica and broadcasts it to the others.

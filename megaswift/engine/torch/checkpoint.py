@@ -26,7 +26,7 @@ from megaswift.bridge.hf.model_folder import persistent_buffers, tensors_by_disk
 from megaswift.bridge.hf.source import HfSource, TensorMeta
 from megaswift.bridge.hf.writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.engine import rng_state
-from megaswift.engine.protocol import FileEntries
+from megaswift.engine.protocol import FileEntries, Receivers
 from megaswift.engine.torch import weights as torch_weights
 from megaswift.engine.torch.adapters.peft_names import PREFIX, unwrap_peft_model
 from megaswift.engine.torch.conversions import conversion_groups, jointly_written_parameters
@@ -96,16 +96,16 @@ def write_tensor_stream_to_folder(
 
 
 def stream_weights(
-    engine: EngineState, kind: str, everywhere: bool = False, on_device: bool = False
+    engine: EngineState, kind: str, to: Receivers = "rank0", on_device: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model's files, whole tensor) on rank 0 or everywhere; others iterate over none. In host memory or
-    on the engine's device. Collective.
+    """(name in the model's files, whole tensor) on the receivers; others iterate over none. In host memory or on the
+    engine's device. Collective.
 
     Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
     one.
     """
     bare = unwrap_peft_model(engine.fields.model)
-    has_tensors = everywhere or engine.rank == 0
+    has_tensors = to != "rank0" or engine.rank == 0  # every rank is a replica
     merging = engine.merging
     device = engine.context.device if on_device else torch.device("cpu")
     if merging is not None:

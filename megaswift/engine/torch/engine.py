@@ -40,7 +40,15 @@ from megaswift.engine.objective import (
 from megaswift.engine.options.engine import ZERO
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.process_group import set_timeout_of_all_groups
-from megaswift.engine.protocol import Counted, EngineSizeReport, FileEntries, StartedCount, StartedSave, StepResult
+from megaswift.engine.protocol import (
+    Counted,
+    EngineSizeReport,
+    FileEntries,
+    Receivers,
+    StartedCount,
+    StartedSave,
+    StepResult,
+)
 from megaswift.engine.reference_weights import ReferenceWeights
 from megaswift.engine.storage_offload import StorageOffloader
 from megaswift.engine.teacher_head import TeacherHead
@@ -323,12 +331,12 @@ class TorchEngine(EngineState):
         return largest_of_teacher(hidden, self.fields.teacher_head, shard, k)
 
     def hf_weights(
-        self, dtype: torch.dtype | None = None, everywhere: bool = False, on_device: bool = False
+        self, dtype: torch.dtype | None = None, to: Receivers = "rank0", on_device: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on rank 0, or everywhere; every rank iterates. With adapters for policies
-        only: merged in."""
+        """(Hugging Face name, full tensor) on the receivers; every rank iterates. With adapters for policies only:
+        merged in."""
         assert not self.adapts or self.merging is not None, "exports are merged by bridge.merge_adapter_folder"
-        stream = checkpoint.stream_weights(self, WEIGHT, everywhere, on_device)
+        stream = checkpoint.stream_weights(self, WEIGHT, to, on_device)
         return ((name, t if dtype is None else t.to(dtype)) for name, t in stream)
 
     def hf_gradients(self) -> Iterator[tuple[str, Tensor]]:

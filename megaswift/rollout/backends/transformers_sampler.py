@@ -82,8 +82,6 @@ def _model(folder: Path, options: SamplerOptions) -> Any:
 class TransformersSampler:
     """Generates completions in batches. Without weight storage until the first update."""
 
-    shared = False
-
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         self.folder = folder
         self.options = options

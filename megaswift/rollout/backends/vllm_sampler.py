@@ -53,8 +53,6 @@ def build(folder: Path, options: SamplerOptions) -> VllmSampler:
 class VllmSampler:
     """A vLLM engine in this process."""
 
-    shared = False
-
     def __init__(self, folder: Path, options: SamplerOptions) -> None:
         # engine in this process: tensors are passed without a copy
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

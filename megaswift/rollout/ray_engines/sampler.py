@@ -77,8 +77,6 @@ def future_of(reference: Any) -> Future[Any]:
 class RaySampler:
     """Completions of batches that engines decode."""
 
-    shared = True
-
     def __init__(self, group: EngineGroup, settings: EngineSettings, folder: Path, rank: int) -> None:
         """Wait until the engines are ready.
 

@@ -15,7 +15,7 @@ import numpy as np
 from megaswift import distributed
 from megaswift.data.prompts.images import PromptImageReader
 from megaswift.data.prompts.source import Prompt
-from megaswift.engine.protocol import Engine
+from megaswift.engine.protocol import Engine, Receivers
 from megaswift.parallel.layout import Coordinates, Layout
 from megaswift.rollout.sampler import (
     BatchImages,
@@ -59,11 +59,12 @@ class CompletionGenerator:
     """The folders by which adapters are sent alone; None: all weights are sent."""
     base: str = ""
     """The name of the model that the adapters belong to."""
-    everywhere: bool = False
-    """Whether every rank has a sampler of its own, not only the first of each data-parallel replica."""
+    receivers: Receivers = "replicas"
+    """The ranks that give weights to their samplers: `all` if every rank has a sampler, `replicas` if the first one of
+    each data-parallel replica has one, `rank0` if their samplers are the same servers."""
     ranks_per_engine: int = 1
     """Consecutive ranks whose samplers are one engine: they are given the same prompts, and each gets the
-    completions. More than 1 only with `everywhere`."""
+    completions. More than 1 only if every rank has a sampler."""
     engine_ranks: EngineRanks | None = None
     """These ranks, where one of them leads the conversations of `multi_turn`; None: each rank has its own engine."""
     images: PromptImageReader | None = None
@@ -78,7 +79,7 @@ class CompletionGenerator:
         """Return which of `count` completions this rank's sampler writes; the same on all ranks of one engine."""
         if self.sampler is None:
             return range(0)
-        if not self.everywhere:
+        if self.receivers != "all":
             return _share(count, self.coordinates.dp, self.layout.dp)
         ranks = self.ranks_per_engine
         return _share(count, distributed.global_rank() // ranks, self.layout.world_size // ranks)
@@ -87,7 +88,7 @@ class CompletionGenerator:
         """Return which of `count` completions this rank scores, in whole groups; different on every rank."""
         if self.sampler is None:
             return range(0)
-        if self.everywhere:
+        if self.receivers == "all":
             return _share(count, distributed.global_rank(), self.layout.world_size, group)
         return _share(count, self.coordinates.dp, self.layout.dp, group)
 
@@ -98,21 +99,28 @@ class CompletionGenerator:
 
     @property
     def sends_weights(self) -> bool:
-        """Whether this rank sends weights to its sampler. If the ranks share one sampler, only the first sends them."""
-        return self.sampler is not None and (self.coordinates.dp == 0 or not self.sampler.shared)
+        """Whether this rank sends weights to its sampler."""
+        return self.sampler is not None and (self.receivers != "rank0" or distributed.global_rank() == 0)
 
     def synchronize(self) -> None:
         """Send the engine's weights to the samplers: all weights, or the adapters alone. Collective."""
         if self.adapters is not None:
             self.send_adapters(self.adapters)
             return
-        weights = self.engine.hf_weights(everywhere=self.everywhere or self.layout.dp > 1, on_device=True)
-        if self.sampler is not None and self.sends_weights:
-            self.sampler.update_weights(weights)
-        # The stream is collective: ranks without a sampler read it too, and so does a rank whose sampler stopped early.
-        for _ in weights:
-            pass
-        distributed.barrier()  # servers have loaded the weights before another rank asks them for completions
+        weights = self.engine.hf_weights(to=self.receivers, on_device=True)
+
+        def pass_on() -> None:
+            try:
+                if self.sampler is not None and self.sends_weights:
+                    self.sampler.update_weights(weights)
+            finally:
+                # The stream is collective: ranks without a sampler read it too, and so does a rank whose sampler
+                # stopped early or failed.
+                for _ in weights:
+                    pass
+
+        # Servers have loaded the weights before another rank asks them for completions.
+        distributed.run_and_gather_on_all_ranks(pass_on)
 
     def send_adapters(self, rounds: SyncRounds) -> None:
         """Write the adapters on rank 0 for every sampler to read; samplers may come back to the folder until the next

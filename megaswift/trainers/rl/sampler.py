@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 
 import torch
 
+from megaswift.engine.protocol import Receivers
 from megaswift.memory.rollout_bytes import CACHE_PARTS, LARGE_GPU, MOST, completion_bytes
 from megaswift.models.spec import ModelSpec
-from megaswift.rollout.options.rollout import RolloutConfig
+from megaswift.rollout.options.rollout import SERVERS, RolloutConfig
 from megaswift.rollout.sampler import SamplingParams
 from megaswift.rollout.sync_folders import SHARED_MEMORY
 
@@ -107,6 +108,8 @@ def seeds_requests(backend: str, asked: bool | None, cuda: bool, engines: int | 
     return bool(engines) or not (backend == "vllm" and cuda) if asked is None else asked
 
 
-def samples_on_every_rank(backend: str, engines: int | None = None) -> bool:
-    """Return whether every rank has a sampler. `engines`: those on Ray, which all ranks share."""
-    return backend in EVERYWHERE and not engines
+def weight_receivers(backend: str, engines: int | None = None) -> Receivers:
+    """Return the ranks that give weights to samplers. `engines`: those on Ray, which all ranks share."""
+    if engines or backend in SERVERS:
+        return "rank0"
+    return "all" if backend in EVERYWHERE else "replicas"

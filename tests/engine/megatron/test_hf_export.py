@@ -150,12 +150,15 @@ def test_files_are_shared_out_among_holders() -> None:
 
 def test_a_round_has_one_task_a_writer() -> None:
     def group(*names: str) -> Any:
-        return SimpleNamespace(entries=(SimpleNamespace(hf=names),))
+        return SimpleNamespace(entries=(SimpleNamespace(hf=names, hf_shapes=[(10,)] * len(names)),))
 
-    files = planned({"q": 40, "k": 40, "v": 40, "o": 40, "kept": 40}, 80)
-    qkv, out = group("q", "k", "v"), group("o")
-    groups: dict[str, Any] = {"q": qkv, "k": qkv, "v": qkv, "o": out}
-    assert export_rounds(files, [0, 1, 0], groups) == [
-        [ExportTask(0, ("q", "k"), qkv), ExportTask(1, ("v",), qkv)],
-        [ExportTask(0, ("kept",), None), ExportTask(1, ("o",), out)],
+    files = planned({"q": 40, "k": 40, "v": 40, "o": 40, "up": 40, "kept": 40}, 80)
+    qkv, out, up = group("q", "k", "v"), group("o"), group("up")
+    groups: dict[str, Any] = {"q": qkv, "k": qkv, "v": qkv, "o": out, "up": up}
+    assert export_rounds(files, [0, 1, 0], groups, 120) == [
+        [ExportTask(0, ("q", "k"), (qkv,)), ExportTask(1, ("v",), (qkv,))],
+        [ExportTask(0, ("up", "kept"), (up,)), ExportTask(1, ("o",), (out,))],
+    ]
+    assert export_rounds(files, [0, 0, 0], groups, 200) == [
+        [ExportTask(0, ("q", "k", "v", "o", "up", "kept"), (qkv, out, up))]
     ]

@@ -84,13 +84,13 @@ def go(rank: int, world: int, run: Run) -> Result:
         engine.load(run.load)
     for k in range(run.first, run.last):
         if run.merges:
-            list(engine.hf_weights(everywhere=True))
+            list(engine.hf_weights(to="all"))
         mine = own(global_batch(run.case, k), world, rank)
         result = engine.train_batch(mine, CrossEntropy(), RECIPE.lr)
         out.losses.append(result.loss)
         out.norms.append(result.grad_norm)
     if run.merges:
-        out.merged = {name: tensor.clone() for name, tensor in engine.hf_weights(everywhere=True)}
+        out.merged = {name: tensor.clone() for name, tensor in engine.hf_weights(to="all")}
     if run.save is not None:
         engine.save(run.save)
     if run.adapter is not None:

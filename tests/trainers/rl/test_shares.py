@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megaswift import distributed
+from megaswift.engine.protocol import Receivers
 from megaswift.parallel.layout import Layout
 from megaswift.rollout.sampler import SamplingParams
 from megaswift.trainers.rl.generation import (
@@ -23,22 +24,25 @@ LAYOUT = Layout(8, tp=2, pp=2)
 _SAMPLER: Any = object()
 
 
-@pytest.mark.parametrize(("everywhere", "samplers"), [(False, 2), (True, 8)])
+@pytest.mark.parametrize(("to", "samplers"), [("rank0", 2), ("replicas", 2), ("all", 8)])
 def test_shares_are_whole_groups_and_nothing_is_written_twice(
-    everywhere: bool, samplers: int, monkeypatch: pytest.MonkeyPatch
+    to: Receivers, samplers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where every rank has an engine. One rank a replica speaks for it, whoever samples."""
+    """Also where every rank has an engine. One rank a replica speaks for it, whoever samples; servers get weights from
+    one."""
     engine: Any = SimpleNamespace(layout=LAYOUT)
-    found, speaking = [], 0
+    found, speaking, sending = [], 0, 0
     for rank in range(8):
         monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
         at = LAYOUT.coordinates(rank)
-        sampler: Any = object() if everywhere or is_sampling_rank(at) else None
-        made = CompletionGenerator(engine, at, sampler, SamplingParams(1), 0, everywhere=everywhere)
+        sampler: Any = object() if to == "all" or is_sampling_rank(at) else None
+        made = CompletionGenerator(engine, at, sampler, SamplingParams(1), 0, receivers=to)
         assert list(made.sampled_completions(20)) == list(made.scored_completions(20))
         found.append(made.scored_completions(20, 2))
         speaking += made.speaks_for_replica
+        sending += made.sends_weights
     assert [i for share in found for i in share] == list(range(20)) and speaking == 2
+    assert sending == (1 if to == "rank0" else samplers)
     assert sum(bool(share) for share in found) == samplers and all(len(share) % 2 == 0 for share in found)
 
 
@@ -49,7 +53,7 @@ def test_ranks_of_one_engine_sample_the_same_completions(monkeypatch: pytest.Mon
     for rank in range(8):
         monkeypatch.setattr(distributed, "global_rank", lambda rank=rank: rank)
         made = CompletionGenerator(
-            engine, LAYOUT.coordinates(rank), _SAMPLER, SamplingParams(1), 0, everywhere=True, ranks_per_engine=2
+            engine, LAYOUT.coordinates(rank), _SAMPLER, SamplingParams(1), 0, receivers="all", ranks_per_engine=2
         )
         sampled.append(list(made.sampled_completions(20)))
         scored += made.scored_completions(20, 2)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from megaswift import distributed
 from megaswift.bridge.adapters.folder import PeftFolder, adapter_half_getter
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.adapters.plan import (
@@ -25,10 +25,11 @@ from megaswift.bridge.adapters.plan import (
 )
 from megaswift.bridge.initial_weights import initial_lora_a
 from megaswift.bridge.plan import EntriesOfSameHfTensors, WeightPlan
+from megaswift.engine.megatron.gather import TO_RANK0, Route, ShardedTensor, gather, merged_dtypes
 from megaswift.engine.megatron.lora import layers
 from megaswift.engine.megatron.lora.experts import GroupedAdapters, attach_grouped_adapters_to_layer
 from megaswift.engine.megatron.model import SwiftGPT
-from megaswift.engine.megatron.weights import TO_RANK0, GatherDestination, LocalParam, RankWeights
+from megaswift.engine.megatron.weights import LocalParam, RankWeights
 from megaswift.errors import ConfigError, Problem, WeightsError
 from megaswift.models.heads import NEW, head_names
 from megaswift.models.targets import (
@@ -208,61 +209,94 @@ class RankAdapters:
         for name, tensor in values.items():
             self.weights.by_name[name].tensor.copy_(tensor)
 
-    def stream(self, value: Callable[[Tensor], Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-        """(name without PEFT's prefix, whole tensor on the CPU) on rank 0; collective, every rank iterates to the
-        end."""
-        for stored in self.plan.stored:
-            parts = [self.gather(adapter, stored.half, value) for adapter in stored.adapters]
-            present = [part for part in parts if part is not None]
-            if present:
-                yield stored.name, stored.join(present)
-        saved = set(self.plan.saved)
-        for group in self.weights.plan.groups:
-            if saved & set(group.entries[0].hf):
-                yield from self.weights.stream_group(group, value)
+    def stream(
+        self, value: Callable[[Tensor], Tensor | None], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name without PEFT's prefix, whole tensor on the CPU) on rank 0; collective, every rank iterates to the end.
 
-    def merged(self, everywhere: bool = False, device: torch.device | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of the model with its adapters, in the engine's dtype: what rollouts sample
+        Args:
+            value: Of a parameter; None: zeros.
+            dtype: Of all tensors; None: each parameter's.
+        """
+        jobs = (
+            (stored, [self._sharded(adapter, stored.half, value, dtype) for adapter in stored.adapters])
+            for stored in self.plan.stored
+        )
+        for stored, shards in gather(jobs, self.weights.context, TO_RANK0):
+            halves = [a.join(stored.half, parts) for a, parts in zip(stored.adapters, shards, strict=True)]
+            yield stored.name, stored.join(halves)
+        saved = set(self.plan.saved)
+        groups = [group for group in self.weights.plan.groups if saved & set(group.entries[0].hf)]
+        yield from self.weights.stream(value, dtype=dtype, groups=groups)
+
+    def merged(self, route: Route, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of the model with its adapters, where `route` leads: what rollouts sample
         from. Collective.
 
-        Rank 0 gets them, or every rank; on `device`, the ranks' own, or in host memory.
+        `dtype`: of all tensors, rounded after merging; None: the engine's.
         """
-        for group in self.weights.plan.groups:
-            named = self._merged(group, GatherDestination(device=device))
-            yield from distributed.broadcast_tensors_from_rank0(named, device) if everywhere else named
 
-    def _merged(self, group: EntriesOfSameHfTensors, route: GatherDestination) -> Iterator[tuple[str, Tensor]]:
-        adapters_of = {name: self.plan.by_weight[name] for name in group.entries[0].hf if name in self.plan.by_weight}
-        halves: dict[str, list[list[Tensor]]] = {}
-        for name, adapters in adapters_of.items():
-            gathered = [[self.gather(one, half, lambda p: p.data, route) for half in one.halves] for one in adapters]
-            halves[name] = [[t for t in one if t is not None] for one in gathered]  # only rank 0 gets tensors
-        for name, tensor in self.weights.stream_group(group, lambda p: p.data, route):
-            if name in adapters_of:
-                tensor = merge_adapters_into_weight(adapters_of[name], tensor, halves[name]).to(tensor.dtype)
-            yield name, tensor
+        def values(parameter: Tensor) -> Tensor:
+            return parameter.data
 
-    def gather(
+        jobs = (
+            (
+                group,
+                [
+                    *(self.weights.sharded(entry, values) for entry in group.entries),
+                    *(self._sharded(one, half, values) for one in self._adapters_of(group) for half in one.halves),
+                ],
+            )
+            for group in self.weights.plan.groups
+        )
+        for group, shards in gather(jobs, self.weights.context, route):
+            count = len(group.entries)
+            rest = iter(shards[count:])
+            halves = {
+                one.module: [one.join(half, next(rest)) for half in one.halves] for one in self._adapters_of(group)
+            }
+            for name, tensor in group.write(shards[:count]).items():
+                adapters = self.plan.by_weight.get(name, [])
+                whole = tensor
+                if adapters:
+                    whole = merge_adapters_into_weight(adapters, tensor, [halves[one.module] for one in adapters])
+                    whole = whole.to(tensor.dtype)
+                yield name, whole if dtype is None else whole.to(dtype)
+
+    def _adapters_of(self, group: EntriesOfSameHfTensors) -> list[ModuleAdapterSpec]:
+        return [one for name in group.entries[0].hf for one in self.plan.by_weight.get(name, ())]
+
+    def _sharded(
         self,
         adapter: ModuleAdapterSpec,
         half: Half,
         value: Callable[[Tensor], Tensor | None],
-        route: GatherDestination = TO_RANK0,
-    ) -> Tensor | None:
-        """One half whole, where `route` leads; None elsewhere."""
-        ranks = self.weights.tp_of(adapter.entry)[0]
-        shapes = [adapter.local_shape(half, ranks, rank) for rank in range(ranks)]
-        holders = self.weights.holders(adapter.entry)
-        if not adapter.sharded(half):
-            holders = holders[:1]
+        dtype: torch.dtype | None = None,
+    ) -> ShardedTensor:
+        """`value` of one half, as `gather` takes it."""
+        entry = adapter.entry
+        ranks = self.weights.tp_of(entry)[0]
+        shapes = [adapter.local_shape(half, ranks, rank) for rank in range(ranks if adapter.sharded(half) else 1)]
 
-        def own_part() -> Tensor | None:
+        def read() -> Tensor | None:
             placed = self.by_name[adapter.name(half)]
             whole = value(placed.parameter)
-            return None if whole is None else placed.part(whole)
+            part = None if whole is None else placed.part(whole)
+            return part if part is None or dtype is None else part.to(dtype)
 
-        parts = self.weights.collect(holders, shapes, own_part, route)
-        return adapter.join(half, parts) if parts is not None else None
+        return ShardedTensor(
+            self.weights.stage_of(entry),
+            self.weights.expert_rank(entry),
+            tuple(shapes),
+            self._dtypes[half, entry.rule.megatron] if dtype is None else dtype,
+            read,
+        )
+
+    @cached_property
+    def _dtypes(self) -> dict[tuple[Half, str], torch.dtype]:
+        """Dtypes by half and rule. Collective when they are first asked for."""
+        own = {(p.half, p.adapter.entry.rule.megatron): p.parameter.dtype for p in self.placed}
+        return merged_dtypes(own, self.weights.context.layout)
 
 
 class _Whole:

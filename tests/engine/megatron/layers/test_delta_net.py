@@ -93,8 +93,8 @@ def block(rank: int, world: int, task: Task) -> Slice:
             dist.all_reduce(wide[name].grad, group=groups.tp)
     # tensors travel in float32: first what that holds, then the rest
     own = {id(p): wide[name].grad for name, p in names.items()}
-    high = dict(engine.weights.stream(lambda p: own[id(p)].float() if id(p) in own else None))
-    low = dict(engine.weights.stream(lambda p: _rest(own[id(p)]) if id(p) in own else None))
+    high = dict(engine.weights.stream(lambda p: own.get(id(p)), dtype=torch.float32))
+    low = dict(engine.weights.stream(lambda p: _rest(own[id(p)]) if id(p) in own else None, dtype=torch.float32))
     gradients = {name: high[name].double() + low[name].double() for name in high}
     dist.barrier()
     context.close()

@@ -1,0 +1,88 @@
+"""Ranks that stream their weights to each kind of receivers, over groups that count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaswift.engine.protocol import Receivers
+from megaswift.parallel.layout import Layout
+from megaswift.simulator.calls import Call, Trace
+from megaswift.simulator.groups import register, use_torch_collectives
+from megaswift.simulator.rank import start_group
+from tests.parity.cases import Case
+from tests.rank_recorder.counted_gloo_group import CountedGlooGroup
+
+ALL: tuple[Receivers, ...] = ("rank0", "replicas", "all")
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What the ranks stream."""
+
+    case: Case
+    folder: Path
+    store: Path
+    limit: int
+    """Bytes of a bucket."""
+    to: tuple[Receivers, ...] = ALL
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Streamed:
+    """What one rank got, and what it sent, by receivers."""
+
+    weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    stages: list[int] = field(default_factory=list)
+    """Of the tensors, in the order of the stream."""
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of the tensors that are made of the same parameters."""
+
+
+def stream(rank: int, world: int, job: Streams) -> Streamed:
+    """Stream the weights of a folder; adapters have values that no other layout changes."""
+    from megaswift.engine.megatron import gather
+    from tests.parity.measure import build
+
+    trace = Trace(rank)
+    register(trace, range(world), CountedGlooGroup)  # type: ignore[arg-type]
+    use_torch_collectives()
+    start_group(rank, world, dist.FileStore(str(job.store), -1))
+    gather.HOST_BUCKET = job.limit
+    engine, _ = build(job.case, job.folder, world, **job.options)
+    if engine.lora is not None:
+        engine.lora.fill(lambda adapter, half: _drawn(adapter.name(half), adapter.shape(half)))
+    out = Streamed()
+    for group in engine.plan.groups:
+        out.stages += [engine.weights.stage_of(group.entries[0])]
+        out.sizes += [4 * sum(torch.Size(shape).numel() for shape in group.entries[0].hf_shapes)]
+    for to in job.to:
+        before = len(trace.calls)
+        pairs = [(name, tensor.clone()) for name, tensor in engine.hf_weights(to=to)]
+        out.weights[to] = dict(pairs)
+        out.order = out.order or [name for name, _ in pairs]
+        out.calls[to] = trace.calls[before:]
+    dist.barrier()
+    return out
+
+
+def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def receivers(layout: Layout, to: Receivers) -> set[int]:
+    """Return the ranks that get tensors, by their coordinates."""
+    if to == "rank0":
+        return {0}
+    if to == "all":
+        return set(range(layout.world_size))
+    return {layout.rank(dp=replica) for replica in range(layout.dp)}
