@@ -14,19 +14,24 @@ import threading
 from collections.abc import Sequence
 
 
-def main(words: Sequence[str]) -> None:
-    """Run `python -m WORDS` until it ends, or until the engine does. The caller has made a process group for it."""
+def main(report: int, words: Sequence[str]) -> None:
+    """Run `python -m WORDS` until it ends, or until the engine does. The caller has made a process group for it.
+
+    Args:
+        report: The descriptor to which the server's exit code is written.
+        words: The server's module and arguments.
+    """
     if os.fork():
         os._exit(0)
     process = subprocess.Popen([sys.executable, "-m", *words], stdin=subprocess.DEVNULL)
-    threading.Thread(target=_end_with, args=(process,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(process, report), daemon=True).start()
     while os.read(sys.stdin.fileno(), 1 << 12):
         pass
     _end_group()
 
 
-def _end_with(process: subprocess.Popen[bytes]) -> None:
-    process.wait()
+def _end_with(process: subprocess.Popen[bytes], report: int) -> None:
+    os.write(report, str(process.wait()).encode())
     _end_group()  # workers of a server that was killed
 
 
@@ -35,4 +40,4 @@ def _end_group() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(int(sys.argv[1]), sys.argv[2:])

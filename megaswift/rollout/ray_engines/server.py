@@ -44,7 +44,7 @@ class EngineServer:
         alive, kept = os.pipe()
         with log.open("ab") as output:
             self.starter = subprocess.Popen(
-                [sys.executable, "-m", "megaswift.rollout.ray_engines.guard", *words],
+                [sys.executable, "-m", "megaswift.rollout.ray_engines.guard", str(kept), *words],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -54,6 +54,8 @@ class EngineServer:
             )
         os.close(kept)  # the guard has it as long as it lives
         self.ready = False
+        self.code: int | None = None
+        """The exit code of a server that has ended; None: not known, or it has not."""
         self.ended = threading.Event()
         threading.Thread(target=self._watch, args=(alive,), name="server watch", daemon=True).start()
         try:
@@ -65,13 +67,15 @@ class EngineServer:
         self.ready = True
 
     def end_if_ended(self, seconds: float = 0.0) -> None:
-        """End this process if the server has ended, or does so within some seconds."""
-        if self.ended.wait(seconds) and self.ready:
+        """End this process if the server has ended, or does so within some seconds. One that has ended by itself before
+        it was ready would do so again, and stays for an error."""
+        if self.ended.wait(seconds) and (self.ready or self.code is None or self.code < 0):
             os._exit(ENDED)
 
     def _watch(self, alive: int) -> None:
         self.starter.wait()
-        os.read(alive, 1)
+        told = os.read(alive, 9)
+        self.code = int(told) if told else None
         self.ended.set()
         self.end_if_ended()
 

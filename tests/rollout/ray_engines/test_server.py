@@ -79,13 +79,18 @@ def test_the_commands_of_servers() -> None:
     assert "--enable-deterministic-inference" in sglang_words(Path("m"), more)
 
 
-def started(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """An engine whose server is ready; guard, server and the server's worker."""
-    (folder / "stand_in.py").write_text(STAND_IN)
+def begun(folder: Path, text: str) -> subprocess.Popen[str]:
+    """An engine whose server has this text."""
+    (folder / "stand_in.py").write_text(text)
     environ = {"PYTHONPATH": f"{ROOT}:{folder}", "PATH": "/usr/bin:/bin"}
-    made = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", ENGINE.format(folder=str(folder))], stdout=subprocess.PIPE, text=True, env=environ
     )
+
+
+def started(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """An engine whose server is ready; guard, server and the server's worker."""
+    made = begun(folder, STAND_IN)
     assert made.stdout is not None
     group, url = made.stdout.readline().split()
     assert url.startswith("http://127.0.0.1:") and not psutil.Process(made.pid).children()
@@ -112,6 +117,23 @@ def test_an_engine_ends_with_its_server(tmp_path: Path) -> None:
     next(member for member in members if member.cmdline()[1:3] == ["-m", "stand_in"]).kill()
     assert engine.wait(10) == server.ENDED
     assert not psutil.wait_procs(members, 10)[1]
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_server_that_is_killed_before_it_is_ready(tmp_path: Path) -> None:
+    """Its engine is started again, as after any kill."""
+    began = time.time() - 1
+    engine = begun(tmp_path, STAND_IN.replace("time.sleep(0.5)", "time.sleep(60)"))
+    try:
+        found: list[psutil.Process] = []
+        while not found and time.time() < began + 30:
+            young = [p for p in psutil.process_iter(["cmdline"]) if p.create_time() > began]
+            found = [p for p in young if (p.info["cmdline"] or [])[1:3] == ["-m", "stand_in"]]
+        found[0].kill()
+        assert engine.wait(10) == server.ENDED
+    finally:
+        engine.kill()
 
 
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
