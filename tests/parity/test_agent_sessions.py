@@ -28,7 +28,7 @@ from tests.parity.oracle import Oracle, Recipe
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 MOST = 24
 """The `max_completion_length` by which dr_grpo divides."""
 EPSILON = 0.4
@@ -142,13 +142,17 @@ def differences(
 def cases() -> Iterator[Any]:
     """Layouts, packed and not, with shared prompts, and on torch engines."""
     shared = {"shared": True}
-    quick = (("dense tp2 sp cp2 packed", {}),)
-    more: list[tuple[str, dict[str, Any]]] = [("dense pp2", {}), ("dense pp2 vpp2 packed", {}), ("dense dp2 do", {})]
-    more += [("dense cp2 packed", {}), ("dense cp2", {}), ("dense tp2 packed", shared), ("dense pp2 packed", shared)]
-    more += [("dense dp2 packed", {"engine": "fsdp2"}), ("dense dp2", {"engine": "zero3"}), ("moe dp2 ep2 packed", {})]
-    for text, options in (*quick, *more):
-        marks = () if (text, options) in quick else (pytest.mark.slow,)
-        yield pytest.param(text, options, marks=marks, id=" ".join([text, *map(str, options.values())]))
+    found: list[tuple[str, dict[str, Any]]] = [("dense tp2 sp cp2 packed", {}), ("dense pp2", {}), ("dense dp2 do", {})]
+    found += [
+        ("dense pp2 vpp2 packed", {}),
+        ("dense cp2 packed", {}),
+        ("dense cp2", {}),
+        ("dense tp2 packed", shared),
+        ("dense pp2 packed", shared),
+    ]
+    found += [("dense dp2 packed", {"engine": "fsdp2"}), ("dense dp2", {"engine": "zero3"}), ("moe dp2 ep2 packed", {})]
+    for text, options in found:
+        yield pytest.param(text, options, id=" ".join([text, *map(str, options.values())]))
 
 
 @pytest.mark.parametrize(("text", "options"), list(cases()))
@@ -159,7 +163,6 @@ def test_a_session_trains_as_its_segments(
         assert not any(d.bad for d in found), "\n" + table(f"{name}, {text}", found)
 
 
-@pytest.mark.slow
 def test_sees_faults(pool: Pool, references: References) -> None:
     """Segments that count as completions change what counts sessions, and not the mean over tokens."""
     found = differences(parse("dense single packed"), pool, references, fault="apart")
