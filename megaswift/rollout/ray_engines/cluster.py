@@ -176,6 +176,7 @@ def _reserve(settings: EngineSettings) -> Any:
     try:
         ray.get(group.ready(), timeout=PLACED_SECONDS)
     except RayError as error:
+        ray.util.remove_placement_group(group)
         each = count_text(settings.cpus, "core") + (f" and {count_text(settings.gpus, 'GPU')}" if settings.gpus else "")
         rule = f"Ray has found no room for {count_text(settings.count, 'engine')} with {each} each on one node"
         fix = "use fewer engines, or free the cluster (`ray status`)"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,9 @@ def main(model: Path, folder: Path) -> None:
             nodes.add_node(**engine_node)
             nodes.remove_node(first, allow_graceful=False)
             print("same:", sampler.generate(prompts, drawn, seeds) == alone.generate(prompts, drawn, seeds))
+    end = time.monotonic() + 90
+    while not sampler.restarts() and time.monotonic() < end:  # the other engine has answered everything
+        time.sleep(0.5)
     print("restarts:", sampler.restarts())
     sampler.close()
     nodes.shutdown()
