@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from megaswift.errors import Problem, UserError
+from megaswift.launchers.ray_cluster import last_line
 from megaswift.rollout.ray_engines.actor import (
     CONTROL,
     SERVED,
@@ -202,10 +203,9 @@ class RaySampler:
 
         try:
             return ray.get(getattr(self.group.board, method).remote(*arguments))
-        except RayError:
-            raise UserError(
-                Problem("Ray", "the run's actors have ended, or the cluster", "see `ray status`, then resume the run")
-            ) from None
+        except RayError as error:
+            rule = f"the run's actors have ended, or the cluster: {last_line(error)}"
+            raise UserError(Problem("Ray", rule, "see `ray status`, then resume the run")) from None
 
     def sleep(self) -> None:
         """Do nothing: engines have their own devices."""

@@ -1,4 +1,4 @@
-"""Engines on a real Ray cluster of four nodes, one of which is lost.
+"""Engines on a real Ray cluster of three nodes.
 
 Covers: megaswift/rollout/ray_engines/cluster.py.
 """
@@ -19,7 +19,7 @@ from tests.trainers.inputs import write_model
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_engines_are_on_their_nodes_also_after_one_is_lost(tmp_path: Path) -> None:
+def test_engines_are_on_their_nodes(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
         done = subprocess.run(
@@ -31,9 +31,6 @@ def test_engines_are_on_their_nodes_also_after_one_is_lost(tmp_path: Path) -> No
             timeout=300,
             check=False,
         )
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("same:", "roles:", "restarts:"))]
-    assert lines == [
-        *("same: True", "roles: ['engines', 'engines']", "same: True"),
-        *("same: True", "roles: ['engines', 'engines']", "restarts: 1"),
-    ], done.stdout + done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("same:", "roles:"))]
+    assert lines == 2 * ["same: True", "roles: ['engines', 'engines']"], done.stdout + done.stderr[-3000:]
     assert "--sampler_engines 3: Ray has found no room for 3 engines with 1 core each on one node" in done.stdout
