@@ -71,7 +71,16 @@ def test_gates_of_all_heads_do_not_fit(pool: Pool, references: References) -> No
         run("gates_of_all_heads", "qwen3_5 tp4", pool, references)
 
 
-@pytest.mark.parametrize("text", ["qwen3_5 single", "qwen3_5_moe single", "qwen3_5_moe dp4", "qwen3_next single"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "qwen3_5 single",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("qwen3_5_moe single", "qwen3_5_moe dp4", "qwen3_next single")
+        ),
+    ],
+)
 def test_limits_of_decays_alone_are_much_wider(text: str, references: References) -> None:
     """Hugging Face's rounding errors, which may widen the limits of these models, do not double them elsewhere."""
     _, _, want = references.of(parse(text))
