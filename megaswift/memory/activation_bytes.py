@@ -82,7 +82,7 @@ def _captured(
 
     Beside what the layers need without graphs, the pool has a buffer for the input of each chunk's pass in flight and
     one for the gradient of its output, and the gradients of one layer's weights, which are copied out of the pool
-    unless they are added to main gradients (`transformer/cuda_graphs.py` of Megatron-Core).
+    unless they are added to main gradients (`megatron/core/transformer/cuda_graphs.py`).
     """
     layers = max(moment.kept + moment.recomputed + moment.working for moment in moments)
     buffers = (passes_in_flight(setup, stage, microbatches) + 1) * layer_input_bytes(setup)
