@@ -117,12 +117,12 @@ def untimed(_: str) -> Iterator[None]:
 
 
 def drawing_of(generation: Any, critic: bool = False) -> CompletionSamplingScheduler:
-    prompts: Any = SimpleNamespace(next=lambda: ["a", "b"], state_dict=dict)
+    prompts: Any = SimpleNamespace(returned=(), take=lambda: [0, 1], at=lambda places: ["a", "b"])
     return CompletionSamplingScheduler(
         prompts,
         generation,
         3,
-        DrawQueue(0, 1),
+        DrawQueue(0, 1, trained=3),
         sleeps=True,
         offloaded_parts=frozenset({"optimizer", "model"}),
         critic=generation.named("critic") if critic else None,
@@ -133,7 +133,7 @@ def test_the_order_on_a_shared_device() -> None:
     """Optimizer and gradients leave, the sampler wakes and gets weights, the model leaves, completions, sleep,
     everything back."""
     plain, with_critic = Recorded(), Recorded()
-    drawing_of(plain).draw(4, 0, untimed)
+    drawing_of(plain).draw(0, untimed)
     order = [
         "policy leaves: optimizer",
         "weights stream",
@@ -143,7 +143,7 @@ def test_the_order_on_a_shared_device() -> None:
         "policy is back",
     ]
     assert plain.told == order
-    drawing_of(with_critic, critic=True).draw(4, 0, untimed)
+    drawing_of(with_critic, critic=True).draw(0, untimed)
     assert with_critic.told == ["critic leaves: model optimizer", *order, "critic is back"]
 
 
@@ -151,5 +151,5 @@ def test_what_left_is_back_where_the_sampler_fails() -> None:
     """The run then ends with a checkpoint."""
     failing = Recorded(fails=True)
     with pytest.raises(OSError, match="no room"):
-        drawing_of(failing).draw(4, 0, untimed)
+        drawing_of(failing).draw(0, untimed)
     assert failing.told == ["policy leaves: optimizer", "sampler sleeps", "policy is back"]

@@ -124,7 +124,7 @@ def value_loss(weight: Tensor, microbatches: list[Batch]) -> Tensor:
     return sum((t.sum / count for t in terms), start=torch.zeros((), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("layout", [0, 1, 2], ids=["padded", "packed", "micro-batches"])
+@pytest.mark.parametrize("layout", [0, 1, 3, 4], ids=["padded", "packed", "sessions", "micro-batches"])
 def test_four_updates_of_policy_and_critic(layout: int) -> None:
     policy, reference = models()
     critic = torch.randn(TOKENS + 1, generator=torch.Generator().manual_seed(8), dtype=torch.float64)

@@ -109,4 +109,4 @@ def test_a_line_of_the_launch_that_the_loader_refuses_is_a_question(start: str, 
     run = translated(f"{start} --model m --dataset d --ray_address auto --lr 1e-4", tmp_path)
     assert loaded(run, tmp_path).optim.learning_rate == 1e-4
     (question,) = [line for line in run.open if line.startswith("ray_address: auto: ")]
-    assert "applies only to --launcher ray" in question and "ray_address" not in run.launch
+    assert "would be ignored: nothing of the run is on Ray" in question and "ray_address" not in run.launch
