@@ -49,7 +49,7 @@ ROWS = 16
 """Rows of a step."""
 LENGTH = 256
 """Tokens of a row."""
-ROUNDS = 5
+ROUNDS = 3
 """Steps of each choice."""
 READY = "ready "
 """Begins the lines of a choice's process."""
