@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.sampler import SamplerOptions, make_sampler
+from megaswift.rollout.server_client import SamplingServer
 from megaswift.rollout.weight_transfer import vllm_servers
 from megaswift.trainers.rl.record import RolloutReader
 from tests.inference.models import adapters, plain
@@ -154,6 +156,36 @@ def test_a_server_is_sent_weights_in_buckets(
         assert made.sender.statistics.sent_bytes == (mlp if changed else total)
         made.close()
     assert not [file for file in (tmp_path / "sync").rglob("*") if file.is_file()]
+
+
+@pytest.mark.parametrize(("transport", "words"), [("gloo", ()), ("shared_memory", ("--tensor-parallel-size", "2"))])
+def test_vllms_own_checker_proves_the_arrival(
+    transport: str, words: tuple[str, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SHA-256 of the parameters of every worker: those of the folder, which vLLM has loaded itself, after zeros have
+    been replaced by our buckets; then another layer alone differs. A CPU build packs linear layers, and leaves empty
+    parameters, of which the checker sees nothing."""
+    monkeypatch.setattr(vllm_servers, "BUCKET_BYTES", 20_000)
+    with sampler_server(model, tmp_path / "log", "--worker-extension-cls", vllm_servers.EXTENSION, *words) as url:
+        server = SamplingServer(url, 60, "test", "")
+
+        def differing(baseline: dict[str, str]) -> list[str]:
+            return server.post("/weight_checker", {"action": "compare", "baseline": baseline})["mismatches"]
+
+        loaded = server.post("/weight_checker", {"action": "checksum"})["checksums"]
+        seen = sorted(name for name, digest in loaded.items() if digest != sha256().hexdigest())
+        assert len(seen) == 11 * (2 if words else 1)
+        server.post("/weight_checker", {"action": "reset"})
+        assert differing(loaded) == seen
+        options = SamplerOptions(
+            base_urls=(url,), sync_folder=tmp_path / "sync", max_length=64, weight_transport=transport
+        )
+        made: Any = make_sampler("vllm_server", model, options)
+        made.update_weights(weights(model))
+        assert differing(loaded) == []
+        made.update_weights([(n, t * 1.2 if "layers.1." in n else t) for n, t in weights(model)])
+        assert differing(loaded) == [name for name in seen if "layers.1." in name]
+        made.close()
 
 
 def test_a_server_takes_weights_and_adapters(model: Path, tmp_path: Path) -> None:
