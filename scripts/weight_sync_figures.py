@@ -43,7 +43,8 @@ class Run:
     world: int
 
 
-A30, A235 = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-235B-A22B"
+A30 = "Qwen/Qwen3-30B-A3B"
+A235 = "Qwen/Qwen3-235B-A22B"
 RUNS = (
     Run(A30, "--ep 8", 8),
     Run(A30, "--tp 2 --pp 2 --ep 8", 64),

@@ -51,7 +51,7 @@ Counted = GlobalBatchCounts | None
 
 @dataclass(frozen=True)
 class Addends:
-    """What a batch's numbers are made of, so that those of several batches can be added up exactly."""
+    """The sums that a batch's numbers are made of, so that those of several batches can be added up exactly."""
 
     terms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The weighted sum of each term of the objective, and the count by which it is divided."""

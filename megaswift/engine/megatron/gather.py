@@ -44,7 +44,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Route:
-    """Where gathered tensors go."""
+    """The ranks to which gathered tensors go."""
 
     to: Receivers | int = "rank0"
     """A number is one rank's."""
@@ -370,13 +370,13 @@ class _Exchange:
 
     @cached_property
     def _targets(self) -> dict[int, Share]:
-        """What this rank sends, by receiver."""
+        """The shares that this rank sends, by receiver."""
         places = {rank for stage in range(self.layout.pp) for rank in self._beside(self._in_stage(self.rank, stage))}
         return {rank: self._share(self.rank, rank) for rank in sorted(places & self.receivers - {self.rank})}
 
     @cached_property
     def _sources(self) -> list[dict[int, Share]]:
-        """What this rank receives of each stage's ranks, by sender."""
+        """The shares that this rank receives of each stage's ranks, by sender."""
         places = [self._beside(self._in_stage(self.rank, stage)) - {self.rank} for stage in range(self.layout.pp)]
         return [{rank: self._share(rank, self.rank) for rank in sorted(of_stage)} for of_stage in places]
 

@@ -131,7 +131,7 @@ def stream_weights(
 
 
 def meta_tensors_by_disk_name(engine: EngineState) -> dict[str, Tensor]:
-    """What `stream_weights` gives of the weights, in shape and dtype."""
+    """Return the weights of `stream_weights` on the meta device: shapes and dtypes."""
     bare = unwrap_peft_model(engine.fields.model)
     metas = {name.removeprefix(PREFIX): torch.empty(shape, device="meta") for name, shape in engine.shapes.items()}
     return tensors_by_disk_name(bare, metas) | tensors_by_disk_name(bare, persistent_buffers(bare))
@@ -180,8 +180,8 @@ def load_step(engine: EngineState, directory: Path) -> None:
 
 
 def _entries(engine: EngineState) -> dict[tuple[str, str], TensorMeta]:
-    """What goes by the name of a parameter: (parameter, kind) in one order on every rank. With adapters also what
-    trains, which is all."""
+    """Return all that has the name of a parameter, as (parameter, kind) in one order on every rank. With adapters also
+    what trains, which is all."""
     trained = list(engine.strategy.trained())
     entries = {(n, WEIGHT): TensorMeta(tuple(engine.shapes[n]), torch.float32) for n in trained if engine.adapts}
     if engine.strategy.steps:

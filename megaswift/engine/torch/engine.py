@@ -257,7 +257,7 @@ class TorchEngine(EngineState):
 
     @torch.no_grad()
     def score(self, microbatches: Sequence[Batch], needs: RequestedModelOutputs) -> list[ModelOutputs]:
-        """What `needs` asks for, per micro-batch in input order."""
+        """Return what `needs` asks for, per micro-batch in input order."""
         self.strategy.module.eval()
         self.fields.needs = needs
         outputs = []
@@ -469,7 +469,7 @@ class NeftuneNoise:
         self.handle = embedding.register_forward_hook(self)
 
     def of(self, batch: Batch) -> Tensor:
-        """Its scale: 0 on padding."""
+        """Return the scale of a batch: 0 on padding."""
         tokens = document_length_per_token(batch)
         return self.alpha * (tokens > 0) * tokens.clamp(min=1).rsqrt()
 

@@ -58,7 +58,7 @@ def fp8_width_problems(recipe: str, spec: ModelSpec, layout: Layout) -> list[Pro
 
 @dataclass(frozen=True)
 class LayerImplementationChoice:
-    """Whose modules a run takes, `transformer_engine` or `torch`, and why."""
+    """The choice of a run's modules, `transformer_engine` or `torch`, and its reason."""
 
     linear: str
     """Products, norms, experts."""
@@ -69,7 +69,7 @@ class LayerImplementationChoice:
     """Why attention is torch's where products are Transformer Engine's."""
 
     def torch_parts(self) -> dict[str, str]:
-        """What of a run uses torch's modules, with the reason: `products`, `attention`."""
+        """Return the parts that use torch's modules, with the reason: `products`, `attention`."""
         parts = {PRODUCTS: self.reason} if self.linear == TORCH else {}
         if self.attention == TORCH:
             parts[ATTENTION] = ", ".join(self.own) or self.reason
