@@ -91,20 +91,19 @@ class Dispatcher(Generic[Q, A]):
                 place = pending.popleft()
                 flying[self.engines[free].ask(requests[place])] = (place, free)
             done = self._wait(flying, POLL_SECONDS if pending or stop is not None else PATIENCE_SECONDS)
-            if done:
-                heard = time.monotonic()
-            elif time.monotonic() - heard >= PATIENCE_SECONDS:
-                heard = time.monotonic()
-                self.check()
             for future in done & flying.keys():
                 place, engine = flying.pop(future)
                 self._release(engine)
                 try:
                     answers[place] = future.result()
+                    heard = time.monotonic()
                 except EngineLost:
                     self._lose(engine)
                     if not stopped:
                         pending.appendleft(place)
+            if time.monotonic() - heard >= PATIENCE_SECONDS:
+                heard = time.monotonic()
+                self.check()
         return [answers.get(place) for place in range(len(requests))]
 
     def _wait(self, flying: dict[Future[A], tuple[int, int]], seconds: float) -> set[Future[Any]]:
@@ -141,12 +140,9 @@ class Dispatcher(Generic[Q, A]):
                 self.away[engine] = self.engines[engine].back()
 
     def _welcome(self, engine: int, future: Future[Any]) -> None:
-        """Ask an engine that is back again. An error other than its end is the run's."""
+        """Ask an engine that is back again. An error is the run's: the engine does not come back."""
         with self._lock:
             if self.away.get(engine) is not future:
                 return  # another thread has
             del self.away[engine]
-        try:
-            future.result()
-        except EngineLost:
-            self._lose(engine)
+        future.result()

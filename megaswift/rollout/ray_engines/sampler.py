@@ -48,16 +48,25 @@ class RayEngine:
         return future_of(self.actor.ask.remote(request))
 
     def back(self) -> Future[EngineAnswer]:
-        """Ask until the engine answers, which Ray starts again."""
-        return future_of(self.actor.ready.options(max_task_retries=-1).remote())
+        """Ask until the engine answers, which Ray starts again. UserError if Ray gives it up."""
+        return future_of(self.actor.ready.options(max_task_retries=-1).remote(), _given_up)
 
     def interrupt(self, request: EngineRequest) -> None:
         """Interrupt one request."""
         self.actor.interrupt.options(concurrency_group=CONTROL).remote(request.key)
 
 
-def future_of(reference: Any) -> Future[Any]:
-    """Return the result of a call of an actor; EngineLost if the actor ended before."""
+def _lost(error: BaseException) -> Exception:
+    return EngineLost(str(error))
+
+
+def _given_up(error: BaseException) -> Exception:
+    rule = f"has ended, and Ray does not start it again: {last_line(error)}"
+    return UserError(Problem("a sampler engine", rule, "see the logs of Ray's workers (`ray logs`)"))
+
+
+def future_of(reference: Any, ended: Callable[[BaseException], Exception] = _lost) -> Future[Any]:
+    """Return the result of a call of an actor, or the error that `ended` makes if the actor ended before."""
     from ray.exceptions import RayActorError
 
     found: Future[Any] = Future()
@@ -65,7 +74,7 @@ def future_of(reference: Any) -> Future[Any]:
     def settle(done: Future[Any]) -> None:
         error = done.exception()
         if isinstance(error, RayActorError):
-            error = EngineLost(str(error))
+            error = ended(error)
         if error is None:
             found.set_result(done.result())
         else:

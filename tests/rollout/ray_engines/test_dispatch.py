@@ -113,3 +113,23 @@ def test_waiting_ends_if_engines_never_come_back(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(UserError, match="have ended"):
         Dispatcher([Gone(1.0)], 1, check).run([1])
+
+
+def test_waiting_ends_if_engines_end_whenever_they_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come back at once, and answer nothing."""
+    monkeypatch.setattr(dispatch, "PATIENCE_SECONDS", 0.05)
+
+    def check() -> None:
+        raise UserError(Problem("engines", "have ended"))
+
+    with pytest.raises(UserError, match="have ended"):
+        Dispatcher([Fake(1.0)], 1, check).run([1])
+
+
+def test_an_engine_that_does_not_come_back_ends_the_run() -> None:
+    class Gone(Fake):
+        def back(self) -> Future[Any]:
+            return self.threads.submit(lambda: 1 // 0)
+
+    with pytest.raises(ZeroDivisionError):
+        Dispatcher([Gone(1.0), Fake()], 1).run([*range(9)])

@@ -121,6 +121,20 @@ def test_engines_that_always_end_end_the_run(model: Path, tmp_path: Path, monkey
         sampler.generate(PROMPTS, DRAWN, SEEDS)
 
 
+def test_an_engine_that_cannot_be_made_ends_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray does not start it again: an error of its own."""
+    from ray.exceptions import ActorDiedError
+
+    def ready(self: SamplerEngine) -> None:
+        raise ActorDiedError
+
+    monkeypatch.setattr(SamplerEngine, "ready", ready)
+    with pytest.raises(UserError, match="a sampler engine: has ended, and Ray does not start it again"):
+        made(model, tmp_path, monkeypatch)
+
+
 def test_kinds_of_engines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers get neighbors, single prompts too; our own loop batches of similar length, whatever the engines do."""
     plan = settings(model, tmp_path)
