@@ -65,11 +65,12 @@ from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import CriticTrainer
 from megaswift.trainers.rl.draw_queue import DrawQueue
-from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
+from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, is_agent_class, load_environment_class
+from megaswift.trainers.rl.environment_workers import agent_error
 from megaswift.trainers.rl.evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.generation import CompletionGenerator, is_sampling_rank
 from megaswift.trainers.rl.monitor import RolloutMonitor
-from megaswift.trainers.rl.multi_turn import MultiTurnRunner
+from megaswift.trainers.rl.multi_turn import MultiTurnRunner, check_endpoint_packages
 from megaswift.trainers.rl.options.critic import CriticConfig
 from megaswift.trainers.rl.options.derived import (
     advantage_estimator_entry_of,
@@ -113,6 +114,7 @@ class PolicyTask(Task):
         cfg = plan.cfg
         reader: Any = plan.reader()
         tokenizer = tokenizer_of_tokenizer_or_processor(reader)
+        check_environment(cfg)
         generation = generation_batch_plan(cfg, plan.layout.dp)
         source, held_out = load_prompt_splits(
             cfg.data,
@@ -158,6 +160,19 @@ class PolicyTask(Task):
             flops=flops,
             describe=describe,
         )
+
+
+def check_environment(cfg: SwiftConfig) -> None:
+    """Load the environment's class before the model is built. ConfigError where that fails, or where it is an agent
+    that cannot be led there."""
+    text = cfg.rollout.environment
+    if text is None or cfg.rollout.replay_rollouts is not None:
+        return
+    if is_agent_class(load_environment_class(text)):
+        flag = f"--environment {text}"
+        if cfg.placement.environment_placement == ON_CPUS:
+            raise agent_error(flag)
+        check_endpoint_packages(flag)
 
 
 def common_columns(prompts: IndexedPrompts) -> frozenset[str]:
@@ -288,11 +303,11 @@ def build_multi_turn(cfg: SwiftConfig, tokenizer: Any, context: RankContext | No
     text = cfg.rollout.environment
     if text is None:
         return None
-    environment = load_environment_class(text)
     make: Callable[[], EnvironmentWithNamedErrors]
-    make = partial(EnvironmentWithNamedErrors.make, f"--environment {text}", environment)
     if cfg.placement.environment_placement == ON_CPUS and context is not None:
-        make = build_environment_workers(cfg, environment, context)
+        make = build_environment_workers(cfg, context)
+    else:
+        make = partial(EnvironmentWithNamedErrors.make, f"--environment {text}", load_environment_class(text))
     agent_text = cfg.data.agent_template if cfg.data.agent_template in AGENT_TEXTS else ""
     variables = thinking_variable(cfg.data.enable_thinking, tokenizer.chat_template)
     return MultiTurnRunner(
@@ -431,7 +446,8 @@ def rollout_files(plan: RunPlan) -> tuple[RolloutWriter | None, RolloutReader | 
     writer = reader = None
     if rollout.save_rollouts is not None:
         saved = Path(rollout.save_rollouts)
-        writer = distributed.run_on_rank0(lambda: RolloutWriter(saved, plan.resumed is not None))
+        follows = plan.resumed is not None and not plan.cfg.checkpoint.ignore_data_skip
+        writer = distributed.run_on_rank0(lambda: RolloutWriter(saved, follows))
     if rollout.replay_rollouts is not None:
         read = Path(rollout.replay_rollouts)
         reader = distributed.run_on_rank0(lambda: RolloutReader(read))

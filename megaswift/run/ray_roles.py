@@ -23,8 +23,8 @@ from megaswift.rollout.ray_engines.cluster import (
 from megaswift.rollout.ray_engines.sampler import RaySampler, make_ray_sampler
 from megaswift.rollout.sampler import SamplerOptions
 from megaswift.run.engines import RankContext
-from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, is_agent_class
-from megaswift.trainers.rl.environment_workers import agent_error, place_environment_workers
+from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors
+from megaswift.trainers.rl.environment_workers import place_environment_workers
 from megaswift.trainers.rl.generation import is_sampling_rank
 from megaswift.trainers.rl.sampler import weight_receivers
 
@@ -80,15 +80,11 @@ def build_ray_sampler(
     return make_ray_sampler(placed[0] if placed else EngineGroup.find(place, count), settings, folder, context.rank)
 
 
-def build_environment_workers(
-    cfg: SwiftConfig, environment: Any, context: RankContext
-) -> Callable[[], EnvironmentWithNamedErrors]:
+def build_environment_workers(cfg: SwiftConfig, context: RankContext) -> Callable[[], EnvironmentWithNamedErrors]:
     """Start the workers for this rank's environments, and return what makes an environment in one. Collective, for a
     run without engines, which joins the cluster here."""
     text = cfg.rollout.environment
     assert text is not None, "the caller asks"
-    if is_agent_class(environment):
-        raise agent_error(f"--environment {text}")
     if cfg.placement.sampler_engines is None:
         join_ray(cfg, context)
     sampling_ranks = int(sum(distributed.all_gather_objects(rank_samples(cfg, context))))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
@@ -28,6 +28,7 @@ from megaswift.trainers.rl.record import Generation, RolloutReader, RolloutWrite
 from megaswift.trainers.rl.scorer import ScoredCompletion
 from tests.parity.pool import RankError
 from tests.trainers.inputs import write_model
+from tests.trainers.rl.makers import source
 from tests.trainers.runs import run
 
 SLOW = pytest.mark.slow
@@ -238,6 +239,51 @@ def test_a_generation_comes_back(tmp_path: Path) -> None:
         generation_of(RolloutReader(tmp_path).read(4), [*taken[:6], other, other], lambda _: "")
     with pytest.raises(ConfigError, match="has no generation 9"):
         RolloutReader(tmp_path).read(9)
+
+
+def test_a_run_goes_on_where_its_record_ends(tmp_path: Path) -> None:
+    """From a checkpoint of the replay: the same draws, with the same seeds, as without a record."""
+    whole, replayed, rest = (source() for _ in range(3))
+    whole.parts = replace(whole.parts, record=RolloutWriter(tmp_path, resumed=False))
+    whole.next()
+    replayed.parts = replace(replayed.parts, replay=RolloutReader(tmp_path))
+    replayed.next()
+    rest.load_state_dict(json.loads(json.dumps(replayed.state_dict())))
+    whole.next()
+    rest.next()
+    samples: Any = rest.parts.scheduler.generation
+    assert samples.asked == [1]
+    assert [r for r, _ in rest.fresh] == [r for r, _ in whole.fresh]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(record, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device: .*generation-000004"):
+        RolloutWriter(tmp_path, resumed=False).write(rollouts())
+
+
+def test_generations_that_do_not_follow_each_other(tmp_path: Path) -> None:
+    """One that is missing, one under another's name, and a file of a later version."""
+    writer = RolloutWriter(tmp_path, resumed=False)
+    for number in (0, 2, 4):
+        writer.write(replace(rollouts(), number=number))
+    RolloutReader(tmp_path).check(3, 4)
+    files = recorded_files(tmp_path)
+    files[4].rename(tmp_path / "generation-000005.safetensors")
+    with pytest.raises(CheckpointError, match="generation-000005.*it is generation 4"):
+        RolloutReader(tmp_path).check(3, 4)
+    (tmp_path / "generation-000005.safetensors").unlink()
+    for number in (6, 8):
+        writer.write(replace(rollouts(), number=number))
+    RolloutReader(tmp_path).check(2, 4)
+    with pytest.raises(ConfigError, match="lacks generation 4"):
+        RolloutReader(tmp_path).check(3, 4)
+    save_file({}, files[0], {"format": "megaswift rollouts 9"})
+    with pytest.raises(CheckpointError, match="generation-000000.*'megaswift rollouts 9'"):
+        RolloutReader(tmp_path).check(2, 4)
 
 
 def test_a_record_of_the_first_format_is_read(tmp_path: Path) -> None:

@@ -53,10 +53,13 @@ def cluster_problems(address: str, placement: PlacementConfig, gpus: int) -> lis
     try:
         engines = room_problems(placement.sampler_engines or 0, placement.cpus_per_engine, gpus)
         cores = int(ray.cluster_resources().get("CPU", 0))
-        if placement.environment_placement != ON_CPUS or cores >= placement.environment_workers:
+        left = cores if engines else cores - (placement.sampler_engines or 0) * placement.cpus_per_engine
+        if placement.environment_placement != ON_CPUS or left >= placement.environment_workers:
             return engines
         label = f"--environment_workers {placement.environment_workers}"
-        rule = f"takes a core each; the cluster has {count_text(cores, 'core')}"
-        return [*engines, Problem(label, rule, f"--environment_workers {max(cores, 1)}")]
+        beside = " beside the engines" if left < cores else ""
+        rule = f"takes a core each; the cluster has {count_text(left, 'core')}{beside}"
+        fix = f"--environment_workers {left}" if left else "fewer --sampler_engines, or a larger cluster"
+        return [*engines, Problem(label, rule, fix)]
     finally:
         ray.shutdown()

@@ -247,12 +247,17 @@ class MultiTurnRunner:
         dialogue.own += [False] * len(tokens)
 
 
-def _endpoint(flag: str) -> Any:
-    """The endpoint of this process. ConfigError where its packages are missing."""
+def check_endpoint_packages(flag: str) -> None:
+    """Raise ConfigError where the packages of the endpoint for an agent (`flag`) are missing."""
     lacking = [name for name in ("fastapi", "uvicorn") if util.find_spec(name) is None]
     if lacking:
         rule = f"is an agent, whose endpoint needs {' and '.join(lacking)}"
         raise ConfigError(Problem(flag, rule, "pip install 'megaswift[serve]'"))
+
+
+def _endpoint(flag: str) -> Any:
+    """The endpoint of this process."""
+    check_endpoint_packages(flag)
     return importlib.import_module("megaswift.trainers.rl.agents.endpoint").agent_endpoint()
 
 

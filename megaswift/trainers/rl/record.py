@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megaswift.base.atomic_writes import atomic_file
+from megaswift.base.atomic_writes import atomic_file, safetensors_errors_as_oserror
 from megaswift.data.prompts.source import Prompt
 from megaswift.errors import CheckpointError, ConfigError, Problem
 from megaswift.rollout.sampler import Completion
@@ -68,7 +68,8 @@ class RolloutWriter:
         tensors, values = _parts(generation)
         text = json.dumps(values, ensure_ascii=False)
         header = {"format": FORMAT, "record": text, "sha256": _checksum(tensors, text)}
-        with atomic_file(self.folder / f"generation-{generation.number:06}.safetensors") as path:
+        file = self.folder / f"generation-{generation.number:06}.safetensors"
+        with atomic_file(file) as path, safetensors_errors_as_oserror(file):
             save_file(tensors, path, header)
 
 
@@ -87,13 +88,16 @@ class RolloutReader:
             size: Completions of each.
 
         Raises:
-            ConfigError: They have another size, or are fewer.
+            ConfigError: They have another size, are fewer, or one of them is missing.
             CheckpointError: A file is damaged.
         """
         if not self.files:
             raise ConfigError(Problem(self.what, "is not a folder with rollouts", "the folder of --save_rollouts"))
-        for path in self.files.values():
-            found = len(_read(path)["total"])
+        draws: dict[int, int] = {}
+        for number in self.files:
+            state = self.read(number)
+            draws[number] = state["draws"]
+            found = len(state["total"])
             if found != size:
                 rule = f"has {found} completions a generation, and the run takes {size}"
                 fix = "the batch sizes, --num_generations and --num_iterations of the recorded run"
@@ -101,13 +105,23 @@ class RolloutReader:
         if len(self.files) < needed:
             rule = f"has {len(self.files)} generations, and the run takes {needed}"
             raise ConfigError(Problem(self.what, rule, "a smaller --max_steps, or the folder of --save_rollouts"))
+        number = 0
+        for _ in range(needed):
+            if number not in draws:
+                rule = f"lacks generation {number}, which follows those before it"
+                raise ConfigError(Problem(self.what, rule, "all files of --save_rollouts, under their own names"))
+            number += draws[number]
 
     def read(self, number: int) -> dict[str, Any]:
         """Return the content of a generation as plain values, for `generation_of`."""
         if number not in self.files:
             fix = "start from the model of the recorded run, and resume at a step where a generation begins"
             raise ConfigError(Problem(self.what, f"has no generation {number}", fix))
-        return _read(self.files[number])
+        path = self.files[number]
+        state = _read(path)
+        if state["number"] != number:
+            raise CheckpointError(_damaged(path, f"has another name: it is generation {state['number']}"))
+        return state
 
 
 def recorded_files(folder: Path) -> dict[int, Path]:
@@ -138,7 +152,7 @@ def generation_of(
             rule = (
                 f"completion {i} of generation {state['number']} answers row {state['rows'][i]}; the run draws {drawn}"
             )
-            fix = "the data sets, --seed and --shuffle of the recorded run"
+            fix = "the model, data sets, --num_generations, --seed and --shuffle of the recorded run"
             raise ConfigError(Problem("--replay_rollouts", rule, fix))
         rewards = {name: _number(values[i]) for name, values in state["rewards"].items()}
         tokens = state["token_rewards"][i]
@@ -261,6 +275,9 @@ def _read(path: Path) -> dict[str, Any]:
         whole = known and header["sha256"] == _checksum(tensors, header["record"])
     except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(_damaged(path, f"cannot be read: {error}")) from None
+    if not known:
+        rule = f"has the format {header.get('format', 'of other files')!r}, and not {FORMAT!r}"
+        raise CheckpointError(Problem(f"rollouts {path}", rule, "use the version of megaswift that wrote it"))
     if not whole:
         raise CheckpointError(_damaged(path, "is damaged: its content does not have its checksum"))
     return json.loads(header["record"]) | {name: values.tolist() for name, values in tensors.items()}

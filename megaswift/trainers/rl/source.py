@@ -241,6 +241,7 @@ class RolloutSource:
         scheduler.prompts.skip_to(places)
         taken = scheduler.prompts_at(places)
         self.generations += state["draws"]
+        scheduler.queue.trained = self.generations - 1  # a run that goes on without a record draws further seeds
         return [*generation_of(state, taken, self.parts.scorer.decode).rollouts]
 
     def add_scores(self) -> None:

@@ -78,6 +78,12 @@ def test_a_cluster_is_asked_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(run(**apart, environment_workers=3)) == []
     (text,) = found(run(**apart, environment_workers=4))
     assert text.startswith("--environment_workers 4: takes a core each; the cluster has 3 cores")
+    gpus(monkeypatch, 0)
+    assert found(run(**apart, environment_workers=1, sampler_engines=2)) == []
+    (text,) = found(run(**apart, environment_workers=2, sampler_engines=2))
+    assert "the cluster has 1 core beside the engines" in text and "--environment_workers 1" in text
+    (text,) = found(run(**apart, environment_workers=2, sampler_engines=3))
+    assert "the cluster has 0 cores beside the engines" in text and "fewer --sampler_engines" in text
 
 
 def test_an_engine_on_ray_has_gpus_of_its_own() -> None:

@@ -7,6 +7,7 @@ megaswift/trainers/rl/sampler.py, megaswift/trainers/rl/settings.py.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError
 from megaswift.families import family_of
 from megaswift.losses.options.loss_table import loss_names
 from megaswift.losses.policy import PolicyLoss
@@ -38,8 +40,10 @@ from megaswift.run.policy_task import (
 )
 from megaswift.run.tasks import TASKS
 from megaswift.trainers.hooks.metrics import read_lines
-from megaswift.trainers.rl import sampler
+from megaswift.trainers.rl import multi_turn, sampler
+from megaswift.trainers.rl.adapters.verifiers import VerifiersAgent
 from megaswift.trainers.rl.completions_log import CompletionsLog
+from megaswift.trainers.rl.environment import is_agent_class
 from megaswift.trainers.rl.options.critic import CriticConfig
 from megaswift.trainers.rl.options.rl import RlConfig
 from megaswift.trainers.rl.sampler import sampling_params_of, sync_folder
@@ -365,6 +369,25 @@ def test_turns_of_a_conversation(most: int | None, tmp_path: Path) -> None:
     talk = policy_task.build_multi_turn(run(environment=named, max_turns=most), TOKENIZER)
     assert talk is not None and talk.max_turns == most and type(talk.make().inner).__name__ == "World"
     assert talk.make() is not talk.make() and policy_task.build_multi_turn(run(), TOKENIZER) is None
+
+
+def test_an_environment_is_loaded_before_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that fails, and agents that cannot be led: on other nodes, or without the packages of the endpoint."""
+    (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
+    agent = "class Agent:\n    def run(self, prompt, base_url, **columns):\n        return 0.0\n"
+    (tmp_path / "agent.py").write_text(agent)
+    broken = {"environment": f"{tmp_path}/broken.py:World"}
+    with pytest.raises(ConfigError, match="importing the file failed"):
+        policy_task.check_environment(run(**broken))
+    policy_task.check_environment(run(**broken, replay_rollouts="r"))
+    led = {"environment": f"{tmp_path}/agent.py:Agent"}
+    policy_task.check_environment(run(**led))
+    with pytest.raises(ConfigError, match="leave out --environment_placement cpu"):
+        policy_task.check_environment(run(**led, environment_placement="cpu"))
+    monkeypatch.setattr(multi_turn.util, "find_spec", lambda name: None if name == "uvicorn" else True)
+    with pytest.raises(ConfigError, match="whose endpoint needs uvicorn"):
+        policy_task.check_environment(run(**led))
+    assert is_agent_class(functools.partial(VerifiersAgent, None))
 
 
 @pytest.mark.parametrize(
