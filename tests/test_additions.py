@@ -181,7 +181,7 @@ print(terms[0].name, round(float(terms[0].sum), 6))
 
 @pytest.mark.wide
 def test_an_estimator_takes_three_source_files(package: Copy) -> None:
-    """One of them declares the option that it reads. With docs/rl.md: four files. Wiring: tests/trainers/rl."""
+    """One of them declares the option that it reads. With docs/rl_losses.md: four files. Wiring: tests/trainers/rl."""
     package.insert(
         "losses/options/estimator_table.py",
         '        "gae",',

@@ -19,6 +19,7 @@ PAGES = {
     "docs/commands.md": "docs/commands.zh-CN.md",
     "docs/features.md": "docs/features.zh-CN.md",
     "docs/rl.md": "docs/rl.zh-CN.md",
+    "docs/rl_losses.md": "docs/rl_losses.zh-CN.md",
     "docs/inference.md": "docs/inference.zh-CN.md",
     "docs/layouts.md": "docs/layouts.zh-CN.md",
     "docs/memory.md": "docs/memory.zh-CN.md",
