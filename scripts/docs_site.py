@@ -25,6 +25,9 @@ LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#|mailto:)([^)#]+)(#[^)]*)?\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LANGUAGE_LINE = re.compile(r"^(English \| \[简体中文\]|\[English\]).*\n+", re.MULTILINE)
 """The line of a page that leads to its other language: the site has a menu for that."""
+INLINE = re.compile(r"(?<!<pre>)(?<!</span>)<code>([^<]*--[^<]*)</code>")
+MARKED = '<span class="option">{}</span>'
+OPTION = re.compile(r"(?<![\w-])--[\w-]+")
 COMMANDS = {"infer": infer, "deploy": deploy, "export": export, "eval": evaluate, "sample": sample}
 
 
@@ -36,6 +39,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     folder = (ROOT / "docs" / page.file.src_uri).parent
     parts = FENCE.split(LANGUAGE_LINE.sub("", markdown, count=1))
     return "".join(part if part.startswith("```") else LINK.sub(lambda m: _link(m, folder), part) for part in parts)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Mark names of options, which a browser would break after their hyphens."""
+    return INLINE.sub(_marked, html)
+
+
+def _marked(match: re.Match[str]) -> str:
+    if OPTION.fullmatch(match[1]):
+        return MARKED.format(match[0])
+    return f"<code>{OPTION.sub(lambda name: MARKED.format(name[0]), match[1])}</code>"
 
 
 def _link(match: re.Match[str], folder: Path) -> str:

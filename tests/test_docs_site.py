@@ -57,6 +57,13 @@ def test_the_reference_has_every_option(site: Path) -> None:
     assert "<!-- training options -->" not in page
 
 
+def test_names_of_options_stay_on_one_line(site: Path) -> None:
+    page = (site / "rl_losses/index.html").read_text(encoding="utf-8")
+    assert '<span class="option"><code>--delta</code></span>' in page
+    assert '<code><span class="option">--loss_type</span> rloo</code>' in page
+    assert '<pre><span class="option">' not in page and "nowrap" in (site / "stylesheets/extra.css").read_text()
+
+
 def test_the_reference_has_the_python_names(site: Path) -> None:
     page = (site / "reference/python/index.html").read_text(encoding="utf-8")
     for name in ("megaswift.api.Trainer.train", "megaswift.plugins.reward", "megaswift.errors.ConfigError"):
