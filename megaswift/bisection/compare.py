@@ -8,6 +8,7 @@ Differences are root mean squares over the elements that a rank holds.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -19,13 +20,14 @@ from torch import Tensor
 from megaswift.bisection.ahead import tokens_ahead
 from megaswift.bisection.placement import Placement, plan_entry
 from megaswift.bisection.reference import Microbatch, ReferenceStep, rows_of
-from megaswift.bisection.trace_folder import INPUT, KINDS, LOSS, OF_PARAMETERS, Entry, RankTrace, Trace
+from megaswift.bisection.trace_folder import DIVISION, INPUT, KINDS, LOSS, OF_PARAMETERS, Entry, RankTrace, Trace
 from megaswift.errors import Problem, UserError
-from megaswift.parallel.layout import Coordinates
+from megaswift.parallel.layout import Coordinates, Layout
 
 RUNS = 5
 FACTOR = 4.0
 LABELS = "labels"
+WITHIN_A_LAYER = re.compile(r"layers\.(\d+)\.")
 NEEDED = ("input_ids", LABELS, "loss_weights", "valid")
 
 
@@ -135,8 +137,10 @@ def compare(
     found = Comparison([], repeated=list(_repeated(rows)))
     held: list[_Held] = []
     skipped: set[str] = set()
+    names: dict[int, set[str]] = {}
     for rank in trace.ranks():
         place = trace.layout.coordinates(rank.rank)
+        names[rank.rank] = {entry.name for entry in rank.tensors}
         found.verdicts += _inputs(rank, place, rows)
         for entry, tensor in rank.tensors.items():
             if entry.kind == INPUT:
@@ -156,6 +160,7 @@ def compare(
                 order=_order(entry, place, order),
             )
             held.append(_Held(verdict, entry, tensor.shape, _rms(part.elements)))
+    found.verdicts += misplaced_layers(names, placement.spec.num_layers, trace.layout)
     around = base if center is None else center
     for step in perturbed:
         whole = _WholeNoise(around, step, placement)
@@ -267,6 +272,34 @@ def _inputs(rank: RankTrace, place: Coordinates, rows: Mapping[Microbatch, Mappi
         order: Order = (0, place.dp, entry.microbatch, 0, entry.name)
         difference = 0.0 if same else math.inf
         yield Verdict(rank.rank, place, INPUT, entry.name, entry.microbatch, difference, 0.0, order)
+
+
+def misplaced_layers(names: Mapping[int, Iterable[str]], count: int, layout: Layout) -> list[Verdict]:
+    """Return a verdict for each layer that is on no pipeline stage, or on several.
+
+    Args:
+        names: The names of each rank's tensors. A stage records its input under the name of the layer before it, so
+            that only names within a layer count.
+        count: How many layers the model has.
+        layout: The ranks' grid.
+    """
+    stages: dict[int, set[int]] = {layer: set() for layer in range(count)}
+    for rank, of_rank in names.items():
+        for match in filter(None, map(WITHIN_A_LAYER.match, of_rank)):
+            stages.setdefault(int(match[1]), set()).add(layout.coordinates(rank).pp)
+    if not any(stages.values()):
+        return []  # the trace has whole layers only
+    found = []
+    last = 0
+    for layer, of_layer in sorted(stages.items()):
+        last = max(of_layer, default=last)
+        if len(of_layer) != 1:
+            name = f"layers.{layer}"
+            difference = float(len(of_layer) - 1) if of_layer else math.inf
+            rank = layout.rank(pp=last)
+            order: Order = (-1, 0, 0, layer, name)
+            found.append(Verdict(rank, layout.coordinates(rank), DIVISION, name, None, difference, 0.0, order))
+    return found
 
 
 def _repeated(rows: Mapping[Microbatch, Mapping[str, Tensor]]) -> Iterator[str]:

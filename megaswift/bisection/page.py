@@ -7,7 +7,7 @@ from html import escape
 
 from megaswift.bisection.compare import Comparison, Verdict
 from megaswift.bisection.report import NAMED, agreement_text, suspect, verdict_text
-from megaswift.bisection.trace_folder import BACKWARD, GATHERED, KINDS, WEIGHT
+from megaswift.bisection.trace_folder import BACKWARD, DIVISION, GATHERED, KINDS, WEIGHT
 from megaswift.parallel.layout import Layout
 
 GROUP = 108
@@ -68,7 +68,7 @@ def _place(row: str) -> tuple[int, int]:
 def _columns(found: Comparison) -> list[tuple[str, int]]:
     """(kind, pipeline stage): a column of the picture each."""
     stages = sorted({v.place.pp for v in found.verdicts})
-    kinds = [kind for kind in KINDS if any(v.kind == kind for v in found.verdicts)]
+    kinds = [kind for kind in (DIVISION, *KINDS) if any(v.kind == kind for v in found.verdicts)]
     return [(kind, stage) for kind in kinds for stage in stages]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -10,6 +11,7 @@ from megaswift.bisection.compare import Comparison, Verdict, facts
 from megaswift.bisection.trace_folder import (
     BACKWARD,
     CLIPPED,
+    DIVISION,
     GATHERED,
     GRADIENT,
     INPUT,
@@ -22,6 +24,7 @@ from megaswift.bisection.trace_folder import (
 from megaswift.parallel.layout import Layout
 
 NAMED = {
+    DIVISION: "division into stages",
     INPUT: "input",
     OUTPUT: "output",
     LOSS: "loss",
@@ -82,7 +85,8 @@ def layer_ranges(found: Comparison) -> tuple[str, str]:
         if verdict.name.startswith("layers."):
             by_layer.setdefault(int(verdict.name.split(".")[1]), []).append(verdict)
     whole = [n for n, all_of in by_layer.items() if not any(v.bad for v in all_of)]
-    forward = [n for n, all_of in by_layer.items() if not any(v.bad for v in all_of if v.kind == OUTPUT)]
+    shown = (DIVISION, OUTPUT)
+    forward = [n for n, all_of in by_layer.items() if not any(v.bad for v in all_of if v.kind in shown)]
     return _ranges(whole), _ranges(forward)
 
 
@@ -105,6 +109,11 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def verdict_text(verdict: Verdict, layout: Layout) -> str:
     """One line about a tensor, with the rank's place on the axes of more than one rank."""
+    if verdict.kind == DIVISION:
+        if math.isinf(verdict.difference):
+            return f"{verdict.name} is on no pipeline stage"
+        stages = f"{verdict.difference + 1:.0f} pipeline stages"
+        return f"{verdict.name} is on {stages}, the last of them pp {verdict.place.pp}"
     axes = [axis for axis in ("tp", "cp", "dp", "pp") if getattr(layout, axis) > 1]
     places = ", ".join(f"{axis} {getattr(verdict.place, axis)}" for axis in axes)
     rank = f"rank {verdict.rank} ({places})" if places else f"rank {verdict.rank}"
@@ -126,7 +135,7 @@ def screen(found: Comparison, layout: Layout, against: str) -> str:
         lines.append(f"computed in the backward pass of {suspect(found)}")
     lines.append("")
     lines.append(f"{'':<28}{'tensors':>9}{'differ':>9}   first of them")
-    for kind in KINDS:
+    for kind in (DIVISION, *KINDS):
         of_kind = [v for v in found.verdicts if v.kind == kind]
         bad = [v for v in of_kind if v.bad]
         if of_kind:

@@ -33,6 +33,8 @@ WEIGHT = "weight"
 GATHERED = "gathered_weight"
 KINDS = (INPUT, OUTPUT, LOSS, BACKWARD, GRADIENT, CLIPPED, WEIGHT, GATHERED)
 """In the order of a step."""
+DIVISION = "division"
+"""Of the comparison only: whether a layer is on one pipeline stage."""
 OF_PARAMETERS = (GRADIENT, CLIPPED, WEIGHT, GATHERED)
 FIELDS = ("input_ids", "labels", "loss_weights", "valid", "cu_seqlens")
 """Names of inputs: the fields of a micro-batch that the reference needs."""

@@ -50,10 +50,12 @@ def record(rank: int, world: int, task: Task) -> None:
     from megaswift.losses.sft import CrossEntropy
     from tests.parity.measure import build
 
+    if task.fault:
+        from tests.bisection.faults import plant, plant_before
+
+        plant_before(task.fault)
     engine, context = build(task.case, task.model, world, **options_of(task))
     if task.fault:
-        from tests.bisection.faults import plant
-
         plant(task.fault, engine, context)
     mine = own(global_batch(task.case, task.step), task.case.dp, context.layout.coordinates(rank).dp)
     loss: Loss = CrossEntropy(float(task.options.get("label_smoothing_factor", 0.0)))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megaswift.bisection.compare import Comparison, Verdict
+from megaswift.bisection.compare import Comparison, Verdict, misplaced_layers
 from megaswift.bisection.page import page
-from megaswift.bisection.report import report_json, screen
+from megaswift.bisection.report import report_json, screen, verdict_text
 from megaswift.bisection.trace_folder import KINDS
 from megaswift.parallel.layout import Layout
 from tests.browser import evaluated, needs_browser
@@ -53,6 +53,21 @@ def test_the_screen_and_json() -> None:
     assert lines[-1] == "replicas have the same rows: micro-batch 0 of replica 0, micro-batch 0 of replica 1"
     facts = json.loads(json.dumps(report_json(comparison(), LAYOUT, "OUT"), allow_nan=False))
     assert facts["first"]["difference"] is None and facts["suspect"] == "layers.3" and not facts["agrees"]
+
+
+def test_a_layer_on_two_stages_and_one_on_none() -> None:
+    """The input of a stage, under the name of the layer before it, does not count."""
+    layout = Layout(4, tp=2, pp=2)
+    right = {0: {"layers.0.mlp", "layers.1.mlp.linear_fc1.weight"}, 2: {"layers.1", "layers.2.mlp", "layers.3.mlp"}}
+    assert misplaced_layers(right, 4, layout) == []
+    assert misplaced_layers({0: {"layers.0"}, 2: {"layers.1"}}, 4, layout) == [], "whole layers only"
+    wrong = {**right, 2: {"layers.0", "layers.1.mlp", "layers.2.mlp"}}
+    found = Comparison(misplaced_layers(wrong, 4, layout))
+    texts = [verdict_text(v, layout) for v in found.verdicts]
+    assert texts == ["layers.1 is on 2 pipeline stages, the last of them pp 1", "layers.3 is on no pipeline stage"]
+    lines = screen(found, layout, "hf").splitlines()
+    assert lines[1] == f"first difference: {texts[0]}" and lines[2] == "no layer agrees everywhere"
+    assert texts[1] in page(found, layout, "hf")
 
 
 @needs_browser
