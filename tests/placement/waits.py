@@ -174,7 +174,7 @@ SLOW: dict[tuple[str, int], dict[str, Any]] = {
         "step:moe allgather": LAUNCHED,
         "step:moe --moe_grouped_gemm false": LAUNCHED | DISPATCH,
         "step:dense --optimizer sgd": LAUNCHED,
-        "step:dense --optimizer muon": STEP,  # before the update
+        "step:dense --engine ddp --optimizer muon": STEP,  # before the update
         "run:sft": STEP,
         "run:sft --train_type lora": STEP,
         "run:kto --loss_type bco": STEP,

