@@ -20,6 +20,9 @@ from megaswift.rollout.sampler import SamplerOptions
 
 PLACED_SECONDS = 120.0
 """Seconds that other users of the cluster have to free what the engines need."""
+NODE_LABEL = "ray.io/node-id"
+"""Ray's own label of each node. An affinity to a node would be soft, and missed by a node that Ray has just added, or
+an error there."""
 AUTH_MODE = "RAY_AUTH_MODE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -60,12 +63,19 @@ class RayPlace:
 class EngineGroup:
     """The engines of a run, as a process finds them."""
 
-    def __init__(self, board: Any, engines: Sequence[Any], group: Any = None) -> None:
-        """Take the actors, which live as long as the first handles to them. `group`: their placement group, in the
-        process that made it."""
+    def __init__(self, board: Any, engines: Sequence[Any], group: Any, placed_here: bool) -> None:
+        """Take the actors, which live as long as the first handles to them.
+
+        Args:
+            board: The board's actor.
+            engines: The engines' actors.
+            group: Their placement group.
+            placed_here: Whether this process has placed them, and so ends them.
+        """
         self.board = board
         self.engines = engines
         self.group = group
+        self.placed_here = placed_here
 
     @classmethod
     def find(cls, place: RayPlace, count: int) -> EngineGroup:
@@ -73,13 +83,22 @@ class EngineGroup:
         import ray
 
         board = ray.get_actor(BOARD, place.namespace)
-        return cls(board, [ray.get_actor(engine_name(i), place.namespace) for i in range(count)])
+        engines = [ray.get_actor(engine_name(i), place.namespace) for i in range(count)]
+        return cls(board, engines, ray.util.get_placement_group(ENGINES), False)
+
+    def without_node(self) -> int:
+        """Return how many engines are on no node: theirs was lost, and Ray has found no room for them yet."""
+        import ray
+
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        nodes = ray.util.placement_group_table(self.group)["bundles_to_node_id"]
+        return len(self.engines) - sum(node in alive for node in nodes.values())
 
     def close(self) -> None:
         """Leave the cluster; the process that placed the engines ends them."""
         import ray
 
-        if self.group is not None:
+        if self.placed_here:
             for engine in self.engines:
                 ray.kill(engine)
             ray.util.remove_placement_group(self.group)
@@ -121,11 +140,11 @@ def place_engines(settings: EngineSettings) -> EngineGroup:
     """Place the engines on the cluster that this process has joined, and wait for their room, not for the engines.
     ConfigError if there is none."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = _reserve(settings)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    board = ray.remote(num_cpus=0)(EngineBoard).options(name=BOARD, scheduling_strategy=here).remote(settings.count)
+    here = {NODE_LABEL: ray.get_runtime_context().get_node_id()}  # a node that is lost with the run anyway
+    board = ray.remote(num_cpus=0)(EngineBoard).options(name=BOARD, label_selector=here).remote(settings.count)
     actor = ray.remote(concurrency_groups={CONTROL: 2})(SamplerEngine)
     engines = [
         actor.options(
@@ -145,7 +164,7 @@ def place_engines(settings: EngineSettings) -> EngineGroup:
         )
         for number in range(settings.count)
     ]
-    return EngineGroup(board, engines, group)
+    return EngineGroup(board, engines, group, True)
 
 
 def room_problems(count: int, cpus: int, gpus: int) -> list[Problem]:
@@ -172,7 +191,7 @@ def _reserve(settings: EngineSettings) -> Any:
     bundle = {"CPU": settings.cpus} | ({"GPU": settings.gpus} if settings.gpus else {})
     kept = role_label(ENGINES)
     selectors = {"bundle_label_selector": [kept] * settings.count} if kept else {}
-    group = ray.util.placement_group([bundle] * settings.count, "PACK", **selectors)
+    group = ray.util.placement_group([bundle] * settings.count, "PACK", name=ENGINES, **selectors)
     try:
         ray.get(group.ready(), timeout=PLACED_SECONDS)
     except RayError as error:

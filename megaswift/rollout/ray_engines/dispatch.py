@@ -73,6 +73,17 @@ class Dispatcher(Generic[Q, A]):
             for future, (_, engine) in flying.items():
                 future.add_done_callback(partial(self._release, engine))
 
+    def there(self) -> list[int]:
+        """Return the engines that take requests."""
+        with self._lock:
+            return [engine for engine in self.order if engine not in self.away]
+
+    def lose(self, engine: int) -> None:
+        """Ask an engine that has ended for nothing until it is back."""
+        with self._lock:
+            if engine not in self.away:
+                self.away[engine] = self.engines[engine].back()
+
     def _run(
         self, requests: Sequence[Q], flying: dict[Future[A], tuple[int, int]], stop: Callable[[], bool] | None
     ) -> list[A | None]:
@@ -98,7 +109,7 @@ class Dispatcher(Generic[Q, A]):
                     answers[place] = future.result()
                     heard = time.monotonic()
                 except EngineLost:
-                    self._lose(engine)
+                    self.lose(engine)
                     if not stopped:
                         pending.appendleft(place)
             if time.monotonic() - heard >= PATIENCE_SECONDS:
@@ -132,12 +143,6 @@ class Dispatcher(Generic[Q, A]):
     def _release(self, engine: int, _: Any = None) -> None:
         with self._lock:
             self.busy[engine] -= 1
-
-    def _lose(self, engine: int) -> None:
-        """Ask an engine that has ended for nothing until it is back."""
-        with self._lock:
-            if engine not in self.away:
-                self.away[engine] = self.engines[engine].back()
 
     def _welcome(self, engine: int, future: Future[Any]) -> None:
         """Ask an engine that is back again. An error is the run's: the engine does not come back."""

@@ -7,16 +7,20 @@ on what engines do. So a run whose engines end has the completions of one whose 
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from torch import Tensor
 
+from megaswift import log
 from megaswift.errors import Problem, UserError
 from megaswift.launchers.ray_cluster import last_line
+from megaswift.log import count_text
 from megaswift.rollout.ray_engines.actor import (
     CONTROL,
     SERVED,
@@ -33,8 +37,12 @@ from megaswift.rollout.weight_transfer.buckets import state_digest, tensor_check
 
 GROUP = 8
 """Prompts that a server is given at a time: mostly the same, so that it computes the prompt once."""
+RETRY_SECONDS = 1.0
+"""Seconds between questions whether an engine is back."""
 STARTS = 10
 """Starts of every engine in a row without an answer after which the run ends."""
+LOST_SECONDS = 600.0
+"""Seconds without a node for any engine after which the run ends. A cluster that replaces nodes has them to do so."""
 
 
 class RayEngine:
@@ -48,8 +56,29 @@ class RayEngine:
         return future_of(self.actor.ask.remote(request))
 
     def back(self) -> Future[EngineAnswer]:
-        """Ask until the engine answers, which Ray starts again. UserError if Ray gives it up."""
-        return future_of(self.actor.ready.options(max_task_retries=-1).remote(), _given_up)
+        """Ask until the engine answers, which Ray starts again. UserError if Ray gives it up. Ray's own retries would
+        print a line for each of them, for as long as an engine has no node."""
+        found: Future[EngineAnswer] = Future()
+
+        def ask() -> None:
+            import ray
+
+            if ray.is_initialized():
+                future_of(self.actor.ready.remote(), _lost_or_given_up).add_done_callback(settle)
+
+        def settle(answer: Future[EngineAnswer]) -> None:
+            error = answer.exception()
+            if isinstance(error, EngineLost):
+                again = Timer(RETRY_SECONDS, ask)
+                again.daemon = True
+                again.start()
+            elif error is not None:
+                found.set_exception(error)
+            else:
+                found.set_result(answer.result())
+
+        ask()
+        return found
 
     def interrupt(self, request: EngineRequest) -> None:
         """Interrupt one request."""
@@ -60,20 +89,26 @@ def _lost(error: BaseException) -> Exception:
     return EngineLost(str(error))
 
 
-def _given_up(error: BaseException) -> Exception:
+def _lost_or_given_up(error: BaseException) -> Exception:
+    """Tell an engine that Ray starts again (ActorUnavailableError) from one that it does not (ActorDiedError)."""
+    from ray.exceptions import ActorDiedError
+
+    if not isinstance(error, ActorDiedError):
+        return _lost(error)
     rule = f"has ended, and Ray does not start it again: {last_line(error)}"
     return UserError(Problem("a sampler engine", rule, "see the logs of Ray's workers (`ray logs`)"))
 
 
 def future_of(reference: Any, ended: Callable[[BaseException], Exception] = _lost) -> Future[Any]:
-    """Return the result of a call of an actor, or the error that `ended` makes if the actor ended before."""
-    from ray.exceptions import RayActorError
+    """Return the result of a call of an actor, or the error that `ended` makes if the actor ended before, or its node
+    with a result that this process had not read yet."""
+    from ray.exceptions import ObjectLostError, RayActorError
 
     found: Future[Any] = Future()
 
     def settle(done: Future[Any]) -> None:
         error = done.exception()
-        if isinstance(error, RayActorError):
+        if isinstance(error, RayActorError | ObjectLostError):
             error = ended(error)
         if error is None:
             found.set_result(done.result())
@@ -100,6 +135,10 @@ class RaySampler:
         assert sync is not None, "the engines read weights from it"
         self.group = group
         self.batch = settings.options.batch_size
+        self.without_node = 0
+        """Engines on no node at the last look."""
+        self.lost_since: float | None = None
+        """When all of them were first seen without a node."""
         self.weights = WeightFolder(sync, folder)
         engines = [RayEngine(actor) for actor in group.engines]
         self.dispatcher: Dispatcher[EngineRequest, EngineAnswer] = Dispatcher(
@@ -188,22 +227,46 @@ class RaySampler:
         self._load(EngineWeights(str(folder.absolute()), True, folder_digest(folder)))
 
     def _load(self, weights: EngineWeights) -> None:
-        """Every engine that is there loads the weights; one that ends loads them when it is asked for completions."""
+        """Every engine that is there loads the weights. One that has ended loads them when it is asked for completions;
+        its start, which may take minutes, holds up nobody."""
         self._board("want", weights)
-        loads = [future_of(actor.load.remote(weights)) for actor in self.group.engines]
-        for load in loads:
+        loads = {
+            number: future_of(self.group.engines[number].load.remote(weights)) for number in self.dispatcher.there()
+        }
+        for number, load in loads.items():
             try:
                 raise_error_of(load.result())
             except EngineLost:
-                continue
+                self.dispatcher.lose(number)
+        if len(self.dispatcher.there()) < len(self.group.engines):
+            self._look_for_lost_nodes()
 
     def _check(self) -> None:
-        """UserError if every engine was started many times and has not answered."""
+        """UserError if every engine was started many times and has not answered, or has lost its node for long."""
         starts = self._board("fewest_starts_without_answer")
         if starts > STARTS:
             rule = f"each ended {starts - 1} times in a row before it answered"
             fix = "see the logs of Ray's workers (`ray logs`): often memory is too small"
             raise UserError(Problem("the sampler engines", rule, fix))
+        self._look_for_lost_nodes()
+
+    def _look_for_lost_nodes(self) -> None:
+        """Warn of engines whose node is lost. UserError if no engine has had a node for long."""
+        before = self.without_node
+        self.without_node = self.group.without_node()
+        count = len(self.group.engines)
+        if self.without_node > before:
+            log.warn(
+                f"{self.without_node} of {count_text(count, 'sampler engine')} lost their node; Ray starts them again "
+                "where it has room, and the others take their prompts"
+            )
+        if self.without_node < count:
+            self.lost_since = None
+        elif self.lost_since is None:
+            self.lost_since = time.monotonic()
+        elif time.monotonic() - self.lost_since > LOST_SECONDS:
+            rule = f"have lost their nodes, and Ray has found no room for any of them in {LOST_SECONDS:.0f} seconds"
+            raise UserError(Problem("the sampler engines", rule, "add nodes (`ray status`), then resume the run"))
 
     def _board(self, method: str, *arguments: Any) -> Any:
         """Call the board. UserError if it has ended, and with it the run's engines."""

@@ -40,43 +40,44 @@ class Actor:
         self.control = ThreadPoolExecutor(1)
 
     def __getattr__(self, name: str) -> Any:
-        def remote(*arguments: Any, retried: bool = False, control: bool = False) -> Reference:
-            return Reference((self.control if control else self.thread).submit(self._call, name, arguments, retried))
+        def remote(*arguments: Any, control: bool = False) -> Reference:
+            return Reference((self.control if control else self.thread).submit(self._call, name, arguments))
 
-        def options(max_task_retries: int = 0, concurrency_group: str = "") -> Any:
-            return SimpleNamespace(
-                remote=lambda *arguments: remote(
-                    *arguments, retried=max_task_retries == -1, control=bool(concurrency_group)
-                )
-            )
+        def options(concurrency_group: str) -> Any:
+            return SimpleNamespace(remote=lambda *arguments: remote(*arguments, control=bool(concurrency_group)))
 
         return SimpleNamespace(remote=remote, options=options)
 
-    def _call(self, name: str, arguments: tuple[Any, ...], retried: bool) -> Any:
+    def _call(self, name: str, arguments: tuple[Any, ...]) -> Any:
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-        drawn = self.random.random() if not retried and name in ("ask", "load") else 1.0
-        if drawn < self.ends / 2:
+        ends = {"ask": self.ends, "load": self.ends, "ready": self.ends / 2}.get(name, 0.0)
+        drawn = self.random.random()
+        if drawn < ends / 2:
             self.inner = self.make()
             raise ActorUnavailableError("restarting", None)
         with nullcontext() if name == "interrupt" else ONE:
             result = getattr(self.inner, name)(*arguments)
-        if drawn < self.ends:
+        if drawn < ends:
             self.inner = self.make()
-            raise ActorDiedError
+            raise ActorUnavailableError("restarting", None) if name == "ready" else ActorDiedError
         return result
 
 
 def engine_group(settings: EngineSettings, monkeypatch: Any, ends: float = 0.0) -> EngineGroup:
     """Engines in threads; `ray.get` waits for their calls."""
-    from megaswift.rollout.ray_engines import actor
+    from megaswift.rollout.ray_engines import actor, sampler
 
     board = Actor(lambda: EngineBoard(settings.count))
     monkeypatch.setattr(actor, "find_board", lambda: board)
     monkeypatch.setattr("ray.get", lambda reference: reference.future().result())
     monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr(sampler, "RETRY_SECONDS", 0.01)
     made = [
         Actor(lambda n=n: SamplerEngine(n, settings.backend, settings.folder, settings.options, "log"), ends, n)  # type: ignore[misc]
         for n in range(settings.count)
     ]
-    return EngineGroup(board, made)
+    group = EngineGroup(board, made, None, False)
+    monkeypatch.setattr(group, "without_node", lambda: 0)
+    return group

@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from itertools import cycle
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
-from megaswift.errors import ConfigError
+from megaswift.errors import ConfigError, UserError
 from megaswift.launchers.ray_cluster import LOOPBACK, ROLE_LABEL
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.ray_engines import cluster
+from megaswift.rollout.ray_engines import sampler as module
 from megaswift.rollout.ray_engines.cluster import EngineSettings, open_cluster, place_engines
 from megaswift.rollout.ray_engines.sampler import make_ray_sampler
 from megaswift.rollout.sampler import SamplerOptions, SamplingParams
@@ -22,7 +26,7 @@ SMALL = {"object_store_memory": 80_000_000}
 
 
 def main(model: Path, folder: Path) -> None:
-    """Say where engines are, and what they answer."""
+    """Print where engines are, and whether they answer as a sampler in the process; nodes are lost and added."""
     os.environ |= LOOPBACK
     import ray
     from ray.cluster_utils import Cluster
@@ -51,14 +55,52 @@ def main(model: Path, folder: Path) -> None:
     drawn = SamplingParams(12, temperature=1.3, stop_token_ids=(1,))
     seeds = [*range(len(prompts))]
     alone = build(model, options)
-    for factor in (1.5, 0.5):
+    factors = cycle((1.5, 0.5, 0.8))
+
+    def bundles() -> list[str]:
+        return [*ray.util.placement_group_table(group.group)["bundles_to_node_id"].values()]
+
+    def round_of_weights() -> None:
+        factor = next(factors)
         changed = [(name, tensor * factor) for name, tensor in weights(model)]
         alone.update_weights(changed)
         sampler.update_weights(changed)
         print("same:", sampler.generate(prompts, drawn, seeds) == alone.generate(prompts, drawn, seeds))
         roles = {node["NodeID"]: node["Labels"].get(ROLE_LABEL) for node in ray.nodes() if node["Alive"]}
-        table = ray.util.placement_group_table(group.group)["bundles_to_node_id"]
-        print("roles:", sorted(roles.get(node, "lost") for node in table.values()))
+        print("roles:", sorted(roles.get(node, "lost") for node in bundles()))
+
+    def lose(node_id: str) -> None:
+        [node] = [node for node in nodes.list_all_nodes() if node.node_id == node_id]
+        nodes.remove_node(node, allow_graceful=False)
+
+    for _ in range(2):
+        round_of_weights()
+
+    # The node of one engine is lost during a round, and there is no other one for it.
+    loss = Timer(0.5, lose, [bundles()[0]])
+    loss.start()
+    while sampler.dispatcher.there() == [0, 1]:
+        sampler.generate(prompts, drawn, seeds)
+    loss.join()
+    while not group.without_node():
+        time.sleep(0.5)
+    round_of_weights()
+
+    # A new node takes it.
+    nodes.add_node(**engine_node)
+    while len(sampler.dispatcher.there()) < 2:
+        sampler.generate(prompts, drawn, seeds)
+    round_of_weights()
+    print("restarts:", sampler.restarts())
+
+    # All are lost, and nobody adds a node.
+    module.LOST_SECONDS = 5.0
+    for node in bundles():
+        lose(node)
+    try:
+        sampler.generate(prompts, drawn, seeds)
+    except UserError as error:
+        print(error.message())
     sampler.close()
     nodes.shutdown()
 

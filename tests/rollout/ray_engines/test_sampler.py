@@ -6,6 +6,7 @@ Covers: megaswift/rollout/ray_engines/sampler.py.
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from megaswift.rollout.ray_engines import dispatch
 from megaswift.rollout.ray_engines import sampler as module
 from megaswift.rollout.ray_engines.actor import SamplerEngine
 from megaswift.rollout.ray_engines.cluster import EngineSettings
-from megaswift.rollout.ray_engines.sampler import RaySampler, RayServerSampler, make_ray_sampler
+from megaswift.rollout.ray_engines.dispatch import EngineLost
+from megaswift.rollout.ray_engines.sampler import RayEngine, RaySampler, RayServerSampler, future_of, make_ray_sampler
 from megaswift.rollout.sampler import (
     Completion,
     InterruptibleSampler,
@@ -28,7 +30,7 @@ from megaswift.rollout.sampler import (
     SinglePromptSampler,
 )
 from tests.parity.lora import ATTENTION, MLP, make_adapter
-from tests.rollout.ray_engines.actors import engine_group
+from tests.rollout.ray_engines.actors import Reference, engine_group
 from tests.rollout.test_transformers import weights
 from tests.trainers.inputs import write_model
 
@@ -133,6 +135,51 @@ def test_an_engine_that_cannot_be_made_ends_the_run(
     monkeypatch.setattr(SamplerEngine, "ready", ready)
     with pytest.raises(UserError, match="a sampler engine: has ended, and Ray does not start it again"):
         made(model, tmp_path, monkeypatch)
+
+
+def test_engines_that_have_lost_their_nodes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warning for each that is lost; the run ends when none has had a node for long."""
+    monkeypatch.setattr(dispatch, "PATIENCE_SECONDS", 0.2)
+    sampler = made(model, tmp_path, monkeypatch)
+    sampler.update_weights(weights(model))
+    monkeypatch.setattr(RayEngine, "back", lambda self: Future())
+    lost = [1, 1, 0, 2, 3]
+    monkeypatch.setattr(sampler.group, "without_node", lambda: lost.pop(0) if len(lost) > 1 else 3)
+    monkeypatch.setattr(module, "LOST_SECONDS", 0.1)
+    for engine in sampler.group.engines:
+        engine.ends = 1.0
+    with pytest.raises(UserError, match="have lost their nodes, and Ray has found no room") as error:
+        sampler.generate(PROMPTS, DRAWN, SEEDS)
+    assert "add nodes (`ray status`), then resume the run" in error.value.message()
+    said = [line for line in capsys.readouterr().err.splitlines() if "lost their node" in line]
+    assert [line.split()[2] for line in said] == ["1", "2", "3"]
+
+
+def test_an_engine_that_is_away_holds_up_no_sync(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads the weights when it is asked again."""
+    sampler = made(model, tmp_path, monkeypatch)
+    started: Future[None] = Future()
+    sampler.dispatcher.away[0] = started
+    sampler.update_weights([(n, t * 1.5) for n, t in weights(model)])
+    assert sampler.generate(PROMPTS, DRAWN, SEEDS) == alone(model, 1.5)
+    engines = [actor.inner for actor in sampler.group.engines]
+    assert engines[0].digest == "" and engines[1].digest == engines[2].digest != ""
+    started.set_result(None)
+    sampler.generate(PROMPTS, DRAWN, SEEDS)
+    assert sampler.generate(PROMPTS, DRAWN, SEEDS) == alone(model, 1.5) and engines[0].digest == engines[1].digest
+
+
+def test_an_answer_that_was_lost_with_its_node() -> None:
+    """Ray keeps long answers on the node of the engine until they are read."""
+    from ray.exceptions import ObjectLostError
+
+    for error, wanted in ((ObjectLostError("ab", None, "answer"), EngineLost), (ValueError("x"), ValueError)):
+        answer: Future[Any] = Future()
+        answer.set_exception(error)
+        with pytest.raises(wanted):
+            future_of(Reference(answer)).result()
 
 
 def test_kinds_of_engines(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
