@@ -71,15 +71,17 @@ def connect_to_ray(address: str, cores: int, namespace: str | None = None) -> No
         _knock(address)
         with _same_signal_handlers():
             ray.init(address, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            Problem(
-                f"Ray at {address}",
-                f"cannot be reached: {first_line(error)}",
+    except Exception as error:  # Ray raises a plain one where a node does not start in time
+        if type(error) is not Exception and not isinstance(error, (OSError, ValueError, RuntimeError)):
+            raise
+        fix = "free cores and memory of this machine, or use --ray_address HOST:PORT of a running cluster"
+        if address != LOCAL:
+            fix = (
                 "use --ray_address HOST:PORT of a running cluster (if it requires a token: RAY_AUTH_MODE=token), or "
-                "--ray_address local",
+                "--ray_address local"
             )
-        ) from None
+        what = "cannot be started" if address == LOCAL else "cannot be reached"
+        raise ConfigError(Problem(f"Ray at {address}", f"{what}: {first_line(error)}", fix)) from None
 
 
 def role_label(role: str) -> dict[str, str]:

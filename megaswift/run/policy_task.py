@@ -27,7 +27,7 @@ from megaswift.data.vision.batches import media_kinds
 from megaswift.data.vision.processor import Processor, tokenizer_of_tokenizer_or_processor
 from megaswift.engine.flops import step_flop_formula
 from megaswift.engine.protocol import Engine
-from megaswift.errors import DataError
+from megaswift.errors import ConfigError, DataError, Problem
 from megaswift.evaluation.training import TrainingTasks
 from megaswift.launchers.ray_cluster import LOCAL, ray_address
 from megaswift.log import count_text
@@ -60,6 +60,7 @@ from megaswift.run.teacher import build_teacher
 from megaswift.trainers.batch_fields import ReferenceLogprobs
 from megaswift.trainers.hook import Hook, Rate, interval_of, unchanged
 from megaswift.trainers.options.evaluation_checks import evaluates
+from megaswift.trainers.rl.adapters import is_adapted
 from megaswift.trainers.rl.advantages import AdvantageEstimator
 from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.completions_log import CompletionsLog
@@ -168,10 +169,15 @@ def check_environment(cfg: SwiftConfig) -> None:
     text = cfg.rollout.environment
     if text is None or cfg.rollout.replay_rollouts is not None:
         return
-    if is_agent_class(load_environment_class(text)):
-        flag = f"--environment {text}"
-        if cfg.placement.environment_placement == ON_CPUS:
-            raise agent_error(flag)
+    flag = f"--environment {text}"
+    apart = cfg.placement.environment_placement == ON_CPUS
+    if apart and is_adapted(text):
+        rule = "has servers or an endpoint of its own, which Ray does not place"
+        raise ConfigError(Problem(flag, rule, "leave out --environment_placement cpu"))
+    agent = is_agent_class(load_environment_class(text))
+    if agent and apart:
+        raise agent_error(flag)
+    if agent:
         check_endpoint_packages(flag)
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from importlib import metadata, util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from megaswift.commands import training
 from megaswift.commands.submit import roles_of
 from megaswift.config import SwiftConfig, load_config
 from megaswift.errors import ConfigError
+from megaswift.launchers import ray_cluster
 from megaswift.launchers.launcher import RoleResources
 from megaswift.launchers.options.launch import LaunchConfig
 from megaswift.launchers.ray_cluster import ray_address
@@ -257,6 +259,22 @@ def test_what_engines_and_environments_take() -> None:
     assert training.resources_of_roles(cfg) == RoleResources(17, 6)
     assert [*roles_of(cfg, True)] == [Role("engines", 3, 4, 2), Role("environments", 5, 1, 0)]
     assert [*roles_of(cfg.replace(environment_placement="trainer"), False)] == [Role("engines", 3, 4, 0)]
+
+
+def test_a_ray_that_does_not_start_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine: Ray raises a plain exception."""
+
+    def late(*_: Any, **__: Any) -> None:
+        raise Exception("The current node timed out during startup. This could happen.")
+
+    monkeypatch.setattr("ray.init", late)
+    monkeypatch.setattr(ray_cluster, "os", SimpleNamespace(environ={}, pathsep=":"))
+    with pytest.raises(ConfigError, match="Ray at local: cannot be started: The current node timed out") as error:
+        ray_cluster.connect_to_ray("local", 1)
+    assert "--ray_address HOST:PORT" in str(error.value)
+    monkeypatch.setattr("ray.init", lambda *_, **__: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        ray_cluster.connect_to_ray("local", 1)
 
 
 def test_the_cluster_of_a_process() -> None:

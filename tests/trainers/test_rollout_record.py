@@ -23,6 +23,7 @@ from megaswift.errors import CheckpointError, ConfigError
 from megaswift.rollout.sampler import Completion
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl import record
+from megaswift.trainers.rl.generation import completion_seeds
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 from megaswift.trainers.rl.record import Generation, RolloutReader, RolloutWriter, generation_of, recorded_files
 from megaswift.trainers.rl.scorer import ScoredCompletion
@@ -254,6 +255,21 @@ def test_a_run_goes_on_where_its_record_ends(tmp_path: Path) -> None:
     samples: Any = rest.parts.scheduler.generation
     assert samples.asked == [1]
     assert [r for r, _ in rest.fresh] == [r for r, _ in whole.fresh]
+
+
+def test_a_record_has_the_seeds_and_prompts_of_its_completions(tmp_path: Path) -> None:
+    """Of a generation that took two draws, the sixth and the seventh of its run."""
+    made = source(lambda s: 1.0 if s.prompt in {"Q1", "Q2"} else float(len(s.token_ids)), dynamic_sample=True)
+    made.parts = replace(made.parts, record=RolloutWriter(tmp_path, resumed=False))
+    made.parts.scheduler.queue.trained = 4
+    made.next()
+    state = RolloutReader(tmp_path).read(0)
+    seeds = [seed for number in (5, 6) for seed in completion_seeds(made.settings.seed, number, 8)]
+    assert state["places"] == [0, 1, 6, 7, 8, 9, 10, 11] and state["drawn"] == [*range(8)]
+    assert state["seeds"] == [seeds[place] for place in state["places"]]
+    asked = record._cut(state["prompt_tokens"], state["prompt_lengths"])
+    assert [asked[k] for k in state["prompt"]] == [[row + 3] for row in state["rows"]]
+    assert state["rows"] == [0, 0, 3, 3, 4, 4, 5, 5]
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

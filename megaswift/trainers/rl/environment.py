@@ -96,7 +96,7 @@ METHODS = "define reset(prompt, **columns) and step(answer), or run(prompt, base
 
 def is_agent_class(environment: Any) -> bool:
     """Return whether a class, or an object of it, has `run` in the place of `reset` and `step`."""
-    if isinstance(environment, functools.partial):  # an adapter's
+    if isinstance(environment, functools.partial):
         return is_agent_class(environment.func)
     return callable(getattr(environment, "run", None)) and not callable(getattr(environment, "step", None))
 

@@ -384,6 +384,8 @@ def test_an_environment_is_loaded_before_the_model(tmp_path: Path, monkeypatch: 
     policy_task.check_environment(run(**led))
     with pytest.raises(ConfigError, match="leave out --environment_placement cpu"):
         policy_task.check_environment(run(**led, environment_placement="cpu"))
+    with pytest.raises(ConfigError, match="which Ray does not place"):
+        policy_task.check_environment(run(environment="openenv:http://127.0.0.1:8", environment_placement="cpu"))
     monkeypatch.setattr(multi_turn.util, "find_spec", lambda name: None if name == "uvicorn" else True)
     with pytest.raises(ConfigError, match="whose endpoint needs uvicorn"):
         policy_task.check_environment(run(**led))

@@ -297,7 +297,7 @@ RL_CLASHES: tuple[ConflictingOptions, ...] = (
         ("staleness_strategy", "rollout_backend", "sampler_engines", "environment"),
         lambda c: c.rollout.staleness_strategy == "drop" and not writes_draws_side_by_side(c),
         "has no effect: only servers and engines, without an environment, sample several draws at the same time",
-        "--rollout_backend vllm_server, without --environment",
+        "--sampler_engines 2, without --environment",
     ),
     ConflictingOptions(
         ("partial_rollouts", "max_staleness"),

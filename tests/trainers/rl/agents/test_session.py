@@ -109,6 +109,60 @@ def test_each_time_that_the_same_is_asked_has_a_seed_of_its_own() -> None:
     assert len({(*ask.context,) for ask in asked}) == 1 and len({ask.seed for ask in asked}) == 600
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "tools", "reasons"),
+    [
+        ("search", '{"query":  "a"}', TOOLS, ["first"]),
+        ("search", '{"query": "b"}', TOOLS, ["first", "edited"]),
+        ("other", '{"query": "a"}', TOOLS, ["first", "edited"]),
+        ("search", '{"query": "a"}', TOOLS[:1], ["first", "tools"]),
+    ],
+)
+def test_a_call_is_compared_by_its_name_and_arguments(
+    name: str, arguments: str, tools: Any, reasons: list[str]
+) -> None:
+    """Not by its identifier or the blanks of its JSON; other tools begin a new segment too."""
+    tokenizer = tokenizer_of(next(iter(KINDS)))
+    session = Session(ChatTurns(tokenizer), SamplingParams(1000), 0, None, None)
+
+    def message(number: str, name: str, arguments: str) -> dict[str, Any]:
+        call = {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    segment, ask = session.ask([_user("dialogue")], TOOLS, None)
+    session.answer(segment, ask, Completion((5, tokenizer.eos_token_id), (-0.5, -0.5), True))
+    segment.history.append(message("1", "search", '{"query": "a"}'))
+    session.ask([_user("dialogue"), message("2", name, arguments), _user("on")], tools, None)
+    assert [one.reason for one in session.segments] == reasons
+
+
+def test_a_session_ends_with_what_the_model_wrote() -> None:
+    """An agent may return while the model still writes: these requests leave no token."""
+    tokenizer = tokenizer_of(next(iter(KINDS)))
+    session = Session(ChatTurns(tokenizer), SamplingParams(1000), 0, None, None)
+    segment, ask = session.ask([_user("dialogue")], None, None)
+    written = (5, tokenizer.eos_token_id)
+    said = session.answer(segment, ask, Completion(written, (-0.5, -0.5), True)).content
+    segment.history.append({"role": "assistant", "content": said})
+    continued, _ = session.ask([_user("dialogue"), segment.history[-1], _user("on")], None, None)
+    session.ask([_user("another")], None, None)
+    assert continued is segment and len(session.segments) == 2 and len(segment.tokens) > len(written)
+    talk = completion_of_session(session, 0.5, "--environment w.py:World")
+    assert talk.token_ids == written and talk.own == (True, True) and talk.finished and talk.further == ()
+
+
+@pytest.mark.parametrize(("most", "finished"), [(2, False), (3, True), (None, True)])
+def test_an_answer_is_cut_at_the_room_that_was_asked_for(most: int | None, finished: bool) -> None:
+    """A sampler that writes several turns at a time gives each of them the largest room."""
+    tokenizer = tokenizer_of(next(iter(KINDS)))
+    session = Session(ChatTurns(tokenizer), SamplingParams(1000), 0, None, None)
+    segment, ask = session.ask([_user("dialogue")], None, most)
+    written = (5, 6, tokenizer.eos_token_id)
+    session.answer(segment, ask, Completion(written, (-0.5, -0.25, -0.125), True))
+    assert segment.tokens == [*written[:most]] and segment.logprobs == [-0.5, -0.25, -0.125][:most]
+    assert segment.finished == finished
+
+
 def check(segment: Segment, turns: list[tuple[Ask, Completion]]) -> None:
     """The tokens of a segment are its turns' contexts and completions."""
     ids = [*segment.prompt_ids, *segment.tokens]
