@@ -211,11 +211,19 @@ def rollouts(length: int = 100) -> Generation:
     )
     answers = [plain, talk, plain, plain]
     found = [
-        ScoredCompletion(p, c, "text", {"a": 0.1 * i, "b": math.nan}, 0.1 * i, (0.5,) * 3 if i == 2 else None)
+        ScoredCompletion(
+            p,
+            c,
+            "text",
+            {"a": 0.1 * i, "b": math.nan},
+            0.1 * i,
+            (0.5,) * 3 if i == 2 else None,
+            0.75 if i == 3 else math.nan,
+        )
         for i, (p, c) in enumerate(zip(prompts, answers, strict=True))
     ]
     places, asked = (0, 1, 6, 7), tuple(p.token_ids for p in prompts)
-    return Generation(4, 2, places, (1, 2, 3, 2**62), asked, tuple(found))
+    return Generation(4, 2, places, (1, 2, 3, 2**62), asked, tuple(found), (8, 9, 3, 11))
 
 
 def test_a_generation_comes_back(tmp_path: Path) -> None:
@@ -230,12 +238,14 @@ def test_a_generation_comes_back(tmp_path: Path) -> None:
         assert said == wanted and mine.completion.token_ids == theirs.completion.token_ids
         assert type(mine.completion) is type(theirs.completion)
         assert mine.completion.versions == theirs.completion.versions
-        assert math.isnan(mine.rewards["b"]) and math.isnan(mine.baseline) and mine.rewards["a"] == theirs.rewards["a"]
+        assert math.isnan(mine.rewards["b"]) and mine.rewards["a"] == theirs.rewards["a"]
+        assert str(mine.baseline) == str(theirs.baseline)
         assert (mine.prompt, mine.total, mine.tokens, mine.text) == (theirs.prompt, theirs.total, theirs.tokens, "text")
     talk, wanted_talk = (r.rollouts[1].completion for r in (found, given))
     assert isinstance(talk, MultiTurnCompletion) and isinstance(wanted_talk, MultiTurnCompletion)
     assert replace(talk, logprobs=()) == replace(wanted_talk, logprobs=())
     assert (found.number, found.draws, found.places, found.seeds) == (4, 2, given.places, given.seeds)
+    assert found.drawn == given.drawn
     with pytest.raises(ConfigError, match="completion 2 of generation 4 answers row 8; the run draws row 1"):
         generation_of(RolloutReader(tmp_path).read(4), [*taken[:6], other, other], lambda _: "")
     with pytest.raises(ConfigError, match="has no generation 9"):
@@ -272,13 +282,16 @@ def test_a_record_has_the_seeds_and_prompts_of_its_completions(tmp_path: Path) -
     assert state["rows"] == [0, 0, 3, 3, 4, 4, 5, 5]
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(record, "save_file", full)
     with pytest.raises(OSError, match="No space left on device: .*generation-000004"):
         RolloutWriter(tmp_path, resumed=False).write(rollouts())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--save_rollouts .*/file: cannot be made a folder: File exists"):
+        RolloutWriter(tmp_path / "file", resumed=False)
 
 
 def test_generations_that_do_not_follow_each_other(tmp_path: Path) -> None:

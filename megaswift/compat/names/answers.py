@@ -103,7 +103,7 @@ NAMES_ELSEWHERE: dict[str, str] = {
     "kl_penalty": "--kl_estimator k1, k2 or k3",
     "num_infer_workers": "--rollout_backend vllm_server with --rollout_server_url URL...",
     "infer_backend": "--rollout_backend for reinforcement learning; otherwise an option of megaswift infer and deploy",
-    "sampler_engine": "--rollout_backend for reinforcement learning; infer_backend is an option of megaswift sample",
+    "sampler_engine": "--rollout_backend, --sampler_engines N on Ray; infer_backend is an option of megaswift sample",
     "to_hf": "megaswift convert megatron-to-hf SRC DST",
     "to_mcore": "megaswift convert hf-to-megatron SRC DST",
 }

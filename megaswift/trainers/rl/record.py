@@ -60,7 +60,11 @@ class RolloutWriter:
         if not resumed and recorded_files(folder):
             rule = "has the rollouts of another run"
             raise ConfigError(Problem(f"--save_rollouts {folder}", rule, "an empty folder, or remove its files"))
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            rule = f"cannot be made a folder: {error.strerror or error}"
+            raise ConfigError(Problem(f"--save_rollouts {folder}", rule, "a folder that can be written")) from None
         self.folder = folder
 
     def write(self, generation: Generation) -> None:

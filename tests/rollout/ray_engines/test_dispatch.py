@@ -92,6 +92,12 @@ def test_an_interruption_ends_what_is_asked_and_asks_no_more() -> None:
     assert found == [-3, -4, None] and time.monotonic() - began < 10
 
 
+def test_what_an_engine_loses_by_an_interruption_is_not_asked_again() -> None:
+    engine = Fake(1.0, seconds=60.0)
+    found = Dispatcher([engine], 2).run([3, 4, 5], lambda: len(engine.asked) == 2)
+    assert found == [None] * 3 and engine.asked == [3, 4]
+
+
 def test_an_error_of_an_engine_is_the_run_s() -> None:
     class Refuses(Fake):
         def ask(self, request: int) -> Future[int]:

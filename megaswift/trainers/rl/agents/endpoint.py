@@ -104,7 +104,8 @@ class _OpenSession:
         try:
             segment, ask = self.session.ask(parsed.messages, parsed.offered(), parsed.wanted(0) or None)
         except SessionError as error:
-            raise RequestRefused(400, str(error), "messages", error.code) from None
+            status = 404 if self.session.ended else 400
+            raise RequestRefused(status, str(error), "messages", error.code) from None
         return parsed, segment, ask
 
     def answer(self, parsed: ChatRequest, segment: Segment, ask: Ask, completion: Any) -> list[Any]:

@@ -25,8 +25,10 @@ from megaswift.base.user_code import CLOCK
 from megaswift.data.prompts.source import Prompt
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rollout.sampler import Completion, SamplingParams
+from megaswift.serve.app import RequestRefused
 from megaswift.trainers.rl import multi_turn
-from megaswift.trainers.rl.agents.endpoint import TaggedCallParser, agent_endpoint
+from megaswift.trainers.rl.agents.endpoint import TaggedCallParser, _OpenSession, agent_endpoint
+from megaswift.trainers.rl.agents.session import Session
 from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, MultiTurnRunner
@@ -418,6 +420,16 @@ def test_an_error_of_the_sampler_is_the_runs(kind: type[Says], tokenizer: Any) -
     assert all(done.acquire(timeout=10) for _ in range(3)), "an agent waits for an answer"
     assert {first for first, _ in refused} <= {503, 404} and {second for _, second in refused} == {404}
     assert failure.tb is not None and not agent_endpoint().sessions, "also while the error holds the conversations"
+
+
+def test_a_session_that_ends_before_its_request_is_read(tokenizer: Any) -> None:
+    """The request gets the status of one that comes later."""
+    session = Session(ChatTurns(tokenizer), SamplingParams(100), 0, None, None)
+    session.ended = True
+    anybody: Any = None
+    with pytest.raises(RequestRefused) as refused:
+        _OpenSession(session, anybody, anybody).ask(b'{"model": "m", "messages": [{"role": "user", "content": "go"}]}')
+    assert refused.value.status == 404 and refused.value.code == "session_not_found"
 
 
 @pytest.mark.parametrize(

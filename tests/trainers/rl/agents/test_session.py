@@ -153,7 +153,8 @@ def test_a_session_ends_with_what_the_model_wrote() -> None:
 
 @pytest.mark.parametrize(("most", "finished"), [(2, False), (3, True), (None, True)])
 def test_an_answer_is_cut_at_the_room_that_was_asked_for(most: int | None, finished: bool) -> None:
-    """A sampler that writes several turns at a time gives each of them the largest room."""
+    """A sampler that writes several turns at a time gives each of them the largest room. A session with such an answer
+    is truncated."""
     tokenizer = tokenizer_of(next(iter(KINDS)))
     session = Session(ChatTurns(tokenizer), SamplingParams(1000), 0, None, None)
     segment, ask = session.ask([_user("dialogue")], None, most)
@@ -161,6 +162,8 @@ def test_an_answer_is_cut_at_the_room_that_was_asked_for(most: int | None, finis
     session.answer(segment, ask, Completion(written, (-0.5, -0.25, -0.125), True))
     assert segment.tokens == [*written[:most]] and segment.logprobs == [-0.5, -0.25, -0.125][:most]
     assert segment.finished == finished
+    session.answer(*session.ask([_user("another")], None, None), Completion(written[2:], (-0.5,), True))
+    assert completion_of_session(session, 0.0, "--environment w.py:World").finished == finished
 
 
 def check(segment: Segment, turns: list[tuple[Ask, Completion]]) -> None:
