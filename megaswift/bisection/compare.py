@@ -20,7 +20,18 @@ from torch import Tensor
 from megaswift.bisection.ahead import tokens_ahead
 from megaswift.bisection.placement import Placement, plan_entry
 from megaswift.bisection.reference import Microbatch, ReferenceStep, rows_of
-from megaswift.bisection.trace_folder import DIVISION, INPUT, KINDS, LOSS, OF_PARAMETERS, Entry, RankTrace, Trace
+from megaswift.bisection.trace_folder import (
+    DIVISION,
+    INPUT,
+    KINDS,
+    LOSS,
+    OF_PARAMETERS,
+    OUTPUT,
+    RECOMPUTED,
+    Entry,
+    RankTrace,
+    Trace,
+)
 from megaswift.errors import Problem, UserError
 from megaswift.parallel.layout import Coordinates, Layout
 
@@ -144,6 +155,9 @@ def compare(
         found.verdicts += _inputs(rank, place, rows)
         for entry, tensor in rank.tensors.items():
             if entry.kind == INPUT:
+                continue
+            if entry.kind == RECOMPUTED:
+                found.verdicts += _recomputed(rank, place, entry, order)
                 continue
             part = _part(entry, tensor.shape, base, placement, rows, place)
             if part is None:
@@ -309,6 +323,27 @@ def _repeated(rows: Mapping[Microbatch, Mapping[str, Tensor]]) -> Iterator[str]:
         same = torch.equal(fields["input_ids"], others["input_ids"])
         if same and replica != other and fields["loss_weights"].any():
             yield f"micro-batch {number} of replica {replica}, micro-batch {other_number} of replica {other}"
+
+
+def _recomputed(
+    rank: RankTrace, place: Coordinates, entry: Entry, order: Mapping[tuple[str, str], int]
+) -> Iterator[Verdict]:
+    """An output of a recomputation against the same output of the forward pass: both do the same with the same numbers,
+    and may differ by one unit in the last place where gradients choose another kernel. Layers come last first."""
+    forward = rank.tensors.get(Entry(OUTPUT, entry.name, entry.microbatch))
+    if forward is None or entry.microbatch is None:
+        return
+    again = rank.tensors[entry]
+    comparable = again.shape == forward.shape
+    unit = _rms(forward) or 1.0
+    difference = _rms(again.float() - forward.float()) / unit if comparable else math.inf
+    layer = WITHIN_A_LAYER.match(f"{entry.name}.")
+    depth = -int(layer[1]) if layer else 0
+    kind = KINDS.index(RECOMPUTED)
+    within = order.get((OUTPUT, entry.name), 0) / (len(order) + 1)
+    at: Order = (kind, place.dp, entry.microbatch, depth + within, entry.name)
+    expected = torch.finfo(forward.dtype).eps
+    yield Verdict(rank.rank, place, RECOMPUTED, entry.name, entry.microbatch, difference, expected, at)
 
 
 def _labels_are_next_tokens(fields: Mapping[str, Tensor]) -> bool:

@@ -26,6 +26,7 @@ from megaswift.bisection.trace_folder import (
     INPUT,
     LOSS,
     OUTPUT,
+    RECOMPUTED,
     WEIGHT,
     Entry,
     RankTrace,
@@ -122,7 +123,11 @@ class StepRecorder:
 
     def _keep(self, name: str, value: Tensor, columns: int, shown: Tensor | None = None) -> None:
         number = self._number(name)
-        self.trace.add(Entry(OUTPUT, name, number), (value if shown is None else shown).reshape(-1, columns))
+        output = (value if shown is None else shown).detach().reshape(-1, columns)
+        forward = self.trace.tensors.get(Entry(OUTPUT, name, number))
+        self.trace.add(Entry(OUTPUT, name, number), output)
+        if forward is not None and torch.is_grad_enabled() and not torch.equal(output.cpu(), forward):
+            self.trace.add(Entry(RECOMPUTED, name, number), output)
         if value.requires_grad and torch.is_grad_enabled():
             entry = Entry(BACKWARD, name, number)
             value.register_hook(lambda gradient: self.trace.add(entry, gradient.reshape(-1, columns)))

@@ -19,6 +19,7 @@ from megaswift.bisection.trace_folder import (
     LOSS,
     OF_PARAMETERS,
     OUTPUT,
+    RECOMPUTED,
     WEIGHT,
 )
 from megaswift.parallel.layout import Layout
@@ -28,6 +29,7 @@ NAMED = {
     INPUT: "input",
     OUTPUT: "output",
     LOSS: "loss",
+    RECOMPUTED: "recomputed output",
     BACKWARD: "gradient of the output",
     GRADIENT: "reduced gradient",
     CLIPPED: "clipped gradient",

@@ -833,6 +833,8 @@ REPORTED: tuple[Fault, ...] = (
     Fault("dense tp2 dp2", "summed_over_another_group", 1, PROJ, answers=(_at(1, PROJ),), source="traced 7"),
     Fault("dense tp2 sp dp2", "summed_over_another_group", 2, FC2, answers=(_at(2, FC2),), source="traced 7"),
     Fault("dense tp2 recompute=full", "recomputed_from_fp8", answers=("layers.3",), source="traced 8"),
+    Fault("dense tp2 recompute=full", "recomputed_from_fp8", answers=("layers.3",), source="traced 8",
+          dtype="bfloat16"),
     Fault("dense dp2 do", "lost_update", 1, FC1, answers=(_at(1, FC1),), source="traced 9"),
     Fault("dense pp2", "offset_one_less", answers=("layers.1",), source="traced 10"),
     Fault("dense pp2 vpp2", "offset_one_less", answers=("layers.0",), source="traced 10"),

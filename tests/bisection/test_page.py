@@ -34,7 +34,7 @@ def comparison() -> Comparison:
                 if number == 0 and layer >= 3 and tp == 1:
                     difference = math.nan if layer == 3 else 1e-3
                 order = (number + 1, 0, 0, float(layer), f"layers.{layer}")
-                microbatch = 0 if number < 3 else None
+                microbatch = 0 if number < 4 else None
                 verdict = Verdict(rank, place, kind, f"layers.{layer}", microbatch, difference, 1e-6, order)
                 found.verdicts.append(verdict)
     found.verdicts.sort(key=lambda v: (v.order, v.rank))
@@ -44,7 +44,7 @@ def comparison() -> Comparison:
 def test_the_screen_and_json() -> None:
     """What is no number differs, and is null in JSON."""
     lines = screen(comparison(), LAYOUT, "OUT").splitlines()
-    assert lines[0] == "compared 112 tensors of 8 ranks against OUT, TP2 PP4 DP1"
+    assert lines[0] == "compared 128 tensors of 8 ranks against OUT, TP2 PP4 DP1"
     assert lines[1] == (
         "first difference: layers.3, output, micro-batch 0, rank 3 (tp 1, pp 1): nan, expected <= 1.0e-06"
     )
