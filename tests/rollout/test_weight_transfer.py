@@ -6,6 +6,7 @@ Covers: megaswift/rollout/weight_transfer.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import threading
@@ -25,6 +26,7 @@ from megaswift.rollout.weight_transfer.buckets import (
     BucketPacker,
     ChangedWeights,
     module_of_weight,
+    state_digest,
     tensor_checksum,
     unpack_bucket,
 )
@@ -133,6 +135,24 @@ def test_a_checksum_of_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megaswift.rollout.weight_transfer.buckets._WORDS", 4)
     blocks = torch.arange(12).view(3, 4)
     assert len({tensor_checksum(blocks[list(order)]) for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1))}) == 4
+
+
+def test_a_checksum_changes_with_any_exchange_of_words() -> None:
+    """Numbers of 8 bytes, and so rows of a matrix."""
+    numbers = torch.arange(24)
+    found = {tensor_checksum(numbers)}
+    for first, second in itertools.combinations(range(len(numbers)), 2):
+        exchanged = numbers.clone()
+        exchanged[[first, second]] = numbers[[second, first]]
+        found.add(tensor_checksum(exchanged))
+    assert len(found) == 1 + 24 * 23 // 2
+
+
+def test_a_digest_changes_with_any_name_and_checksum() -> None:
+    """And not with the order in which tensors arrive."""
+    states = ({"a": 1, "b": 2}, {"a": 1, "c": 2}, {"a": 2, "b": 1}, {"a": 1}, {"a": 1, "b": 3})
+    assert len({*map(state_digest, states)}) == len(states)
+    assert state_digest({"b": 2, "a": 1}) == state_digest(states[0])
 
 
 def test_modules_that_samplers_hold_fused() -> None:

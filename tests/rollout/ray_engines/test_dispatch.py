@@ -64,6 +64,30 @@ def test_every_request_has_one_answer_however_often_engines_end() -> None:
     assert all(engine.most <= 4 for engine in engines)
 
 
+def test_an_engine_that_is_away_is_not_asked() -> None:
+    """Though it has nothing in flight."""
+
+    class Away(Fake):
+        away = False
+        early = 0
+
+        def ask(self, request: int) -> Future[int]:
+            self.early += self.away
+            return super().ask(request)
+
+        def back(self) -> Future[Any]:
+            self.away = True
+            return self.threads.submit(self.returns)
+
+        def returns(self) -> None:
+            time.sleep(0.02)
+            self.away = False
+
+    engines = [Away(0.5, seed=i) for i in range(2)]
+    assert Dispatcher(engines, 2).run([*range(40)]) == [i * i for i in range(40)]
+    assert [engine.early for engine in engines] == [0, 0]
+
+
 def test_the_engine_with_the_fewest_requests_is_asked() -> None:
     """A slow engine gets few, and ranks begin with different engines."""
     slow, fast = Fake(seconds=0.2), Fake()
@@ -94,8 +118,13 @@ def test_an_interruption_ends_what_is_asked_and_asks_no_more() -> None:
 
 def test_what_an_engine_loses_by_an_interruption_is_not_asked_again() -> None:
     engine = Fake(1.0, seconds=60.0)
-    found = Dispatcher([engine], 2).run([3, 4, 5], lambda: len(engine.asked) == 2)
-    assert found == [None] * 3 and engine.asked == [3, 4]
+
+    def stop() -> bool:
+        begun = len(engine.asked) == 2
+        engine.ends = 0.0 if begun else 1.0  # what is asked later is answered
+        return begun
+
+    assert Dispatcher([engine], 2).run([3, 4, 5], stop) == [None] * 3 and engine.asked == [3, 4]
 
 
 def test_an_error_of_an_engine_is_the_run_s() -> None:
@@ -105,6 +134,21 @@ def test_an_error_of_an_engine_is_the_run_s() -> None:
 
     with pytest.raises(ZeroDivisionError):
         Dispatcher([Refuses()], 1).run([1, 2])
+
+
+def test_requests_that_an_error_leaves_are_counted_until_they_are_answered() -> None:
+    class Refuses(Fake):
+        def ask(self, request: int) -> Future[int]:
+            return super().ask(request) if request else self.threads.submit(lambda: 1 // 0)
+
+    engine = Refuses(seconds=60.0)
+    dispatcher = Dispatcher([engine], 3)
+    with pytest.raises(ZeroDivisionError):
+        dispatcher.run([1, 0, 2])
+    assert dispatcher.busy == [2]
+    engine.stopping.set()
+    engine.threads.shutdown()
+    assert dispatcher.busy == [0]
 
 
 def test_waiting_ends_if_engines_never_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

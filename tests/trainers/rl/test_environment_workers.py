@@ -86,6 +86,7 @@ def test_each_conversation_has_its_environment_and_thread(world: Path) -> None:
     for number, one in enumerate(made):
         assert one.step("a") == ([{"role": "user", "content": f"{number} a 1"}], 0.5, False)
         one.close()
+        one.close()
     assert not remotes[0].worker.open
 
 

@@ -13,7 +13,7 @@ import torch
 
 from megaswift.data.prompts.source import Prompt
 from megaswift.rollout.sampler import Completion
-from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics
+from megaswift.trainers.rl.metrics import group_rewards_differ, rollout_statistics, staleness_metrics
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion
 from megaswift.trainers.rl.scorer import ScoredCompletion
 from tests.losses import trainers
@@ -126,3 +126,17 @@ def test_segments_of_agents() -> None:
     counts = {name: value for name, value in found.items() if name.startswith("agent/segments_")}
     assert counts == {f"agent/segments_{r}": float(r == "edited") for r in ("edited", "rewound", "tools", "template")}
     assert not any(name.startswith("agent/") for name in rollout_statistics(rollouts(), 2))
+
+
+def test_staleness_is_a_mean_over_tokens() -> None:
+    """By hand: one token is three steps old, seven are one step old."""
+    versions = (((3, 1), (5, 3)), ((5, 4),))
+    completions = [
+        Completion((7,) * sum(count for _, count in runs), (-1.0,) * 4, True, versions=runs) for runs in versions
+    ]
+    assert staleness_metrics(completions, 6) == {
+        "sampling/staleness": 1.25,
+        "sampling/staleness_max": 3.0,
+        "sampling/mixed_versions": 0.5,
+    }
+    assert staleness_metrics([Completion((), (), False)], 6)["sampling/staleness"] == 0

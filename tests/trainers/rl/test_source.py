@@ -448,6 +448,32 @@ def test_draws_that_do_not_fit_are_drawn_again(other: dict[str, int]) -> None:
     assert asked == [*range(24, 24 + len(asked))] and samples.asked[0] == 3
 
 
+def test_draws_behind_one_that_failed_are_drawn_again() -> None:
+    """Also those that are finished: draws are trained on in their order."""
+    made = queued(8)
+    made.next()
+    first, second = made.parts.scheduler.under_way.values()
+    first.failed = True
+    state = made.state_dict()["queue"]
+    assert second.completions is not None and state["draws"] == []
+    assert state["prompts"]["returned"] == [*first.places, *second.places] == [*range(8, 24)]
+
+
+def test_a_draw_counts_by_its_place_in_the_queue() -> None:
+    """The second of two with the same weights is trained on a generation later; a smaller bound leaves it out."""
+    first, second = queued(8), source(max_staleness=4, **FOUR)
+    first.next()
+    state = json.loads(json.dumps(first.state_dict()))
+    assert [draw["version"] for draw in state["queue"]["draws"]] == [0, 0]
+    second.load_state_dict(state)
+    assert [draw.number for draw in second.parts.scheduler.queue.draws] == [1]
+    asked = []
+    for _ in range(11):
+        second.next()
+        asked += [r.prompt.number for r, _ in second.fresh[::2]]
+    assert asked == [*range(8, 24)] and second.metrics["sampling/staleness_max"] <= 4
+
+
 def test_a_checkpoint_without_a_queue_is_refused() -> None:
     made = source(**FOUR)
     made.next()

@@ -245,6 +245,23 @@ def test_greedy_conversations_are_led_beside_the_others(kind: type[Counts], toke
     assert sorted(temperatures) == sorted(sizes * TURNS)
 
 
+def test_a_wave_has_the_largest_room() -> None:
+    """The conversation near its limit does not shorten the others' turns."""
+    rooms: list[int] = []
+
+    class Notes:
+        def generate(self, prompts: Any, sampling: SamplingParams, seeds: Any) -> list[Completion]:
+            rooms.append(sampling.max_tokens)
+            return [Completion((prompt[0],), (-1.0,), True) for prompt in prompts]
+
+    def begin(number: int, ask: waves.Asker) -> waves.Talk[int]:
+        completion = yield waves.Ask([number], (4, 9, 6)[number], 0)
+        return int(completion.token_ids[0])
+
+    sampler: Any = Notes()
+    assert waves.lead_conversations(begin, 3, sampler, SamplingParams(100)) == [0, 1, 2] and rooms == [9]
+
+
 def test_more_conversations_than_threads(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = talked(tokenizer, Counts(tokenizer), World)
     monkeypatch.setattr(waves, "SEATS", 5)
