@@ -174,7 +174,8 @@ def compare(
                 order=_order(entry, place, order),
             )
             held.append(_Held(verdict, entry, tensor.shape, _rms(part.elements)))
-    found.verdicts += misplaced_layers(names, placement.spec.num_layers, trace.layout)
+    layers = placement.spec.num_layers if center is None else None  # two traces may be of a model's first layers
+    found.verdicts += misplaced_layers(names, layers, trace.layout)
     around = base if center is None else center
     for step in perturbed:
         whole = _WholeNoise(around, step, placement)
@@ -288,21 +289,23 @@ def _inputs(rank: RankTrace, place: Coordinates, rows: Mapping[Microbatch, Mappi
         yield Verdict(rank.rank, place, INPUT, entry.name, entry.microbatch, difference, 0.0, order)
 
 
-def misplaced_layers(names: Mapping[int, Iterable[str]], count: int, layout: Layout) -> list[Verdict]:
+def misplaced_layers(names: Mapping[int, Iterable[str]], count: int | None, layout: Layout) -> list[Verdict]:
     """Return a verdict for each layer that is on no pipeline stage, or on several.
 
     Args:
         names: The names of each rank's tensors. A stage records its input under the name of the layer before it, so
             that only names within a layer count.
-        count: How many layers the model has.
+        count: How many layers the model has; None: up to the last that a rank has.
         layout: The ranks' grid.
     """
-    stages: dict[int, set[int]] = {layer: set() for layer in range(count)}
+    stages: dict[int, set[int]] = {}
     for rank, of_rank in names.items():
         for match in filter(None, map(WITHIN_A_LAYER.match, of_rank)):
             stages.setdefault(int(match[1]), set()).add(layout.coordinates(rank).pp)
-    if not any(stages.values()):
+    if not stages:
         return []  # the trace has whole layers only
+    for layer in range(max(stages) if count is None else count):
+        stages.setdefault(layer, set())
     found = []
     last = 0
     for layer, of_layer in sorted(stages.items()):

@@ -59,7 +59,8 @@ def test_a_layer_on_two_stages_and_one_on_none() -> None:
     """The input of a stage, under the name of the layer before it, does not count."""
     layout = Layout(4, tp=2, pp=2)
     right = {0: {"layers.0.mlp", "layers.1.mlp.linear_fc1.weight"}, 2: {"layers.1", "layers.2.mlp", "layers.3.mlp"}}
-    assert misplaced_layers(right, 4, layout) == []
+    assert misplaced_layers(right, 4, layout) == misplaced_layers(right, None, layout) == []
+    assert [v.name for v in misplaced_layers({0: {"layers.0.mlp", "layers.2.mlp"}}, None, layout)] == ["layers.1"]
     assert misplaced_layers({0: {"layers.0"}, 2: {"layers.1"}}, 4, layout) == [], "whole layers only"
     wrong = {**right, 2: {"layers.0", "layers.1.mlp", "layers.2.mlp"}}
     found = Comparison(misplaced_layers(wrong, 4, layout))
