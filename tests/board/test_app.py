@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -23,8 +24,8 @@ from tests.run.report.runs import completion, line, write_folder
 from tests.sources import ROOT
 from tests.trainers.inputs import write_inputs
 
-pytest.importorskip("gradio", reason="needs gradio: pip install -e '.[board]'")
-pytestmark = [needs_browser, pytest.mark.process]
+needs_gradio = pytest.mark.skipif(find_spec("gradio") is None, reason="needs gradio: pip install -e '.[board]'")
+pytestmark = [needs_gradio, needs_browser, pytest.mark.process]
 
 TOKEN = "a-secret-of-the-test"
 EVIL = "<img src=x onerror=document.title=1>"

