@@ -20,6 +20,7 @@ import pytest
 from megaswift.errors import ConfigError, UserError
 from megaswift.rollout import pieces, server_client, sync_folders, vllm_package
 from megaswift.rollout.backends.transformers_sampler import build
+from megaswift.rollout.pieces import next_piece, with_piece
 from megaswift.rollout.sampler import (
     Completion,
     Sampler,
@@ -456,3 +457,17 @@ def test_a_server_of_another_kind_is_told_whatever_it_says(said: Any, kind: str,
             backend.told |= dict.fromkeys(("/generate", "/v1/completions"), answer)
             with pytest.raises(server_client.ServerError):
                 made.generate(PROMPTS[:1], SAMPLING, SEEDS[:1])
+
+
+def test_pieces_of_a_completion_have_seeds_of_their_own() -> None:
+    """The first one has the completion's; none is longer than the completion may be."""
+    seeds, lengths = [], []
+    written = Completion((), (), False)
+    while (piece := next_piece([3, 4], written, SamplingParams(150), 11)) is not None:
+        assert piece.prompt == [3, 4, *written.token_ids]
+        seeds.append(piece.seed)
+        lengths.append(piece.sampling.max_tokens)
+        more = piece.sampling.max_tokens
+        written = with_piece(written, Completion((7,) * more, (-1.0,) * more, False))
+    assert lengths == [64, 64, 22] and seeds[0] == 11 and len({*seeds}) == 3
+    assert next_piece([3], Completion((1,), (-1.0,), True), SamplingParams(9), 11) is None

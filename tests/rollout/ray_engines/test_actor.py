@@ -5,6 +5,7 @@ Covers: megaswift/rollout/ray_engines/actor.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megaswift.errors import WeightsError
 from megaswift.rollout.backends.transformers_sampler import build
+from megaswift.rollout.backends.vllm_server_sampler import VllmServerSampler
 from megaswift.rollout.ray_engines import actor
 from megaswift.rollout.ray_engines.actor import (
     EngineAnswer,
@@ -23,6 +25,7 @@ from megaswift.rollout.ray_engines.actor import (
     EngineWeights,
     SamplerEngine,
     folder_digest,
+    load_with_digest,
 )
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams
 from megaswift.rollout.sync_folders import WeightFolder
@@ -119,6 +122,29 @@ def test_what_arrives_with_another_checksum_is_refused(model: Path, tmp_path: Pa
     with pytest.raises(WeightsError, match="answered with weights"):
         EngineAnswer([], first.digest).checked(second)
     assert one.ask(request(second)).checked(second).completions == drawn(model, second), "it loads what is asked next"
+
+
+def test_weights_that_arrived_damaged_are_not_those_before(model: Path, tmp_path: Path) -> None:
+    """An engine that has read them loads the earlier ones again."""
+    first, second = rounds(model, tmp_path)
+    one = engine(model, tmp_path)
+    assert one.load(first).error is None
+    file = Path(second.folder) / "model-00000.safetensors"
+    save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match="arrived with the digest"):
+        one.load(second).checked(second)
+    assert one.ask(request(first)).checked(first).completions == drawn(model, first)
+
+
+def test_a_server_gets_no_folder_with_another_digest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = rounds(model, tmp_path)
+    loaded: list[Path] = []
+    monkeypatch.setattr(VllmServerSampler, "load_folder", lambda self, folder: loaded.append(folder))
+    server = object.__new__(VllmServerSampler)
+    assert load_with_digest(server, replace(first, digest=second.digest)) == first.digest and loaded == []
+    assert load_with_digest(server, first) == first.digest and loaded == [Path(first.folder)]
 
 
 def test_a_request_is_interrupted_by_its_key(model: Path, tmp_path: Path) -> None:

@@ -103,6 +103,19 @@ def test_interrupted_completions_go_on(model: Path, tmp_path: Path, monkeypatch:
     assert sampler.extend(PROMPTS, [NONE] * len(PROMPTS), DRAWN, SEEDS, lambda: True) == [NONE] * len(PROMPTS)
 
 
+def test_each_completion_goes_on_from_its_own_tokens(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which there are none, one or two."""
+    sampler = made(model, tmp_path, monkeypatch)
+    sampler.update_weights([(n, t * 1.5) for n, t in weights(model)])
+    whole = alone(model, 1.5)
+    kept = [min(i % 3, len(one.token_ids) - 1) for i, one in enumerate(whole)]
+    begun = [Completion(c.token_ids[:n], c.logprobs[:n], False) for c, n in zip(whole, kept, strict=True)]
+    found = sampler.extend(PROMPTS, begun, DRAWN, SEEDS, bool)
+    assert len({*kept}) == 3 and [c.token_ids for c in found] == [c.token_ids for c in whole]
+
+
 def test_an_engine_with_old_weights_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that answers with what it has."""
     sampler = made(model, tmp_path, monkeypatch)

@@ -5,15 +5,17 @@ Covers: megaswift/trainers/rl/generation.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megaswift import distributed
+from megaswift.data.prompts.source import Prompt
 from megaswift.engine.protocol import Receivers
 from megaswift.parallel.layout import Layout
-from megaswift.rollout.sampler import SamplingParams
+from megaswift.rollout.sampler import Completion, SamplingParams
 from megaswift.trainers.rl.generation import (
     CompletionGenerator,
     completion_seeds,
@@ -83,3 +85,24 @@ def test_every_third_completion_is_greedy(replicas: int, monkeypatch: pytest.Mon
         assert {t for _, t, _ in made.write_share(prompts, 4)} == {0.8}
     drawn = completion_seeds(5, 4, 12)
     assert drafts == [((i,), 0.0 if i % 3 == 2 else 0.8, drawn[i]) for i in range(12)]
+
+
+def test_each_completion_goes_on_from_what_is_written_of_it() -> None:
+    """With its own prompt and seed; one that has ended is not asked for."""
+
+    class Extends:
+        seeds: Sequence[int] = ()
+
+        def extend(self, prompts: Any, begun: Any, sampling: Any, seeds: Any, stop: Any) -> list[Completion]:
+            self.seeds = seeds
+            pairs = zip(prompts, begun, strict=True)
+            return [Completion((*one.token_ids, prompt[0]), (*one.logprobs, -1.0), True) for prompt, one in pairs]
+
+    engine: Any = SimpleNamespace(layout=Layout(1))
+    sampler: Any = Extends()
+    made = CompletionGenerator(engine, engine.layout.coordinates(0), sampler, SamplingParams(4), 7)
+    prompts = [Prompt(i, (i + 3,), "Q", {}) for i in range(3)]
+    begun = [Completion((9,), (-0.5,), True), Completion((8,), (-0.5,), False), Completion((), (), False)]
+    written = made.write_share(prompts, 2, 0, begun, bool)
+    assert [one.token_ids for one in written] == [(9,), (8, 4), (5,)]
+    assert sampler.seeds == completion_seeds(7, 2, 3)[1:]

@@ -474,6 +474,22 @@ def test_a_draw_counts_by_its_place_in_the_queue() -> None:
     assert asked == [*range(8, 24)] and second.metrics["sampling/staleness_max"] <= 4
 
 
+def test_dropped_draws_are_counted_once() -> None:
+    made = source(max_staleness=4)
+    scheduler = made.parts.scheduler
+    scheduler.queue.overtakes = True
+    scheduler.dropped = 3
+    made.next()
+    assert made.metrics["sampling/dropped"] == 3 and scheduler.dropped == 0
+
+
+def test_prompts_that_were_given_back_last_come_first() -> None:
+    prompts = source(max_staleness=4).parts.scheduler.prompts
+    prompts.give_back([5, 6])
+    prompts.give_back([1])
+    assert prompts.take() == [1, 5, 6, 0] and prompts.take() == [1, 2, 3, 4]
+
+
 def test_a_checkpoint_without_a_queue_is_refused() -> None:
     made = source(**FOUR)
     made.next()
