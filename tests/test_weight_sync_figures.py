@@ -48,13 +48,13 @@ RUN = figures.Run("", "--tp 2 --pp 2 --ep 2 --torch_dtype float32", 4)
 
 def simulated(_: int, __: int, job: tuple[figures.Run, int]) -> dict[str, figures.Count]:
     """Count a rank's syncs without the other ranks (in a process of its own)."""
-    from megaswift.engine.megatron import gather
+    from megaswift.engine import buckets
     from megaswift.simulator.groups import register, use_torch_collectives
     from megaswift.simulator.meta import compute_on_meta
 
     compute_on_meta()
     use_torch_collectives()
-    gather.DEVICE_BUCKET = LIMIT
+    buckets.DEVICE_BUCKET = LIMIT
     recorder = figures.Recorder()
     register(recorder, ())
     return {str(to): count for to, count in figures.streamed(*job, recorder, ("all", "replicas")).items()}

@@ -200,7 +200,7 @@ def test_sees_faults(text: str, fault: str, pool: Pool, references: References) 
 
 def adapter_gradients(rank: int, world: int, task: Task) -> tuple[float, dict[str, torch.Tensor]] | None:
     """Loss and gradients of adapters of which neither half is 0, on shared prompts (on the ranks)."""
-    from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
+    from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT, whole_tensor
 
     case = task.case
     engine, context = build(case, task.folder, world, **recipe_options(task.recipe, case.moe), **task.options)
@@ -208,7 +208,9 @@ def adapter_gradients(rank: int, world: int, task: Task) -> tuple[float, dict[st
         engine.strategy.put(name, WEIGHT, tensor)
     dp = context.layout.coordinates(rank).dp
     loss = engine.accumulate(collated(own(rollouts(case.total, 0), case.dp, dp), case, True), MixedLoss()).loss
-    found = {n.removeprefix("model."): engine.strategy.full(n, GRADIENT).clone() for n in engine.strategy.trained()}
+    found = {
+        n.removeprefix("model."): whole_tensor(engine.strategy, n, GRADIENT).clone() for n in engine.strategy.trained()
+    }
     torch.distributed.barrier()
     context.close()
     return (loss, found) if rank == 0 else None

@@ -366,7 +366,7 @@ class Task:
 def train(rank: int, world: int, task: Task) -> Reference | None:
     """The engine's numbers of the first global batch, then of `steps` steps; on rank 0."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
+    from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT, whole_tensor
     from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
     from megaswift.run.build import load_start_weights
@@ -398,12 +398,13 @@ def train(rank: int, world: int, task: Task) -> Reference | None:
     assert all("pixel_values" in batch.extra for batch in first), "a micro-batch without an image"
     out = Reference(engine.accumulate(first, CrossEntropy()).loss)
     out.gradients = {
-        n.removeprefix("model."): engine.strategy.full(n, GRADIENT).cpu().clone() for n in engine.strategy.trained()
+        n.removeprefix("model."): whole_tensor(engine.strategy, n, GRADIENT).cpu().clone()
+        for n in engine.strategy.trained()
     }
     for _ in range(task.steps):
         engine.train_batch(first, CrossEntropy(), 1e-2)
     out.weights = {
-        n.removeprefix("model."): engine.strategy.full(n, WEIGHT).detach().cpu().clone() for n in engine.shapes
+        n.removeprefix("model."): whole_tensor(engine.strategy, n, WEIGHT).detach().cpu().clone() for n in engine.shapes
     }
     out.shards = {"own": engine.strategy.sizes()[0], "all": sum(s.numel() for s in engine.shapes.values())}
     torch.distributed.barrier()

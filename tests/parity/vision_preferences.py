@@ -34,7 +34,7 @@ class PairTask:
 def train(rank: int, world: int, given: PairTask) -> Reference | None:
     """Loss and gradients of the first global batch of four pairs; on rank 0."""
     from megaswift.config import SwiftConfig
-    from megaswift.engine.torch.strategies.strategy import GRADIENT
+    from megaswift.engine.torch.strategies.strategy import GRADIENT, whole_tensor
     from megaswift.losses.options.preference import needs_reference
     from megaswift.models.any_model import spec_from_family_or_size_fields
     from megaswift.parallel.layout import Layout
@@ -69,7 +69,8 @@ def train(rank: int, world: int, given: PairTask) -> Reference | None:
     batches = parts.prepare(engine, parts.data.next(), True)
     out = Reference(engine.accumulate(batches, task.loss(cfg)).loss)
     out.gradients = {
-        n.removeprefix("model."): engine.strategy.full(n, GRADIENT).cpu().clone() for n in engine.strategy.trained()
+        n.removeprefix("model."): whole_tensor(engine.strategy, n, GRADIENT).cpu().clone()
+        for n in engine.strategy.trained()
     }
     torch.distributed.barrier()
     context.close()

@@ -277,6 +277,8 @@ def faults(text: str, folder: Path) -> Any:
 def sharded_faults(text: str, folder: Path) -> Any:
     """What is seen of faults that are planted into a step of FSDP2: a factor from host memory on this rank's parts of
     the gradients, one on a gathered weight, a sum of gradients in host memory, a mask."""
+    from megaswift.engine.torch.strategies.strategy import whole_tensor
+
     with engine_of(text, folder) as (engine, case):
         strategy = engine.strategy
         squared, name = strategy.squared_norm, next(iter(dict(strategy.bare.named_parameters())))
@@ -287,7 +289,7 @@ def sharded_faults(text: str, folder: Path) -> Any:
             return squared()
 
         def gathered() -> torch.Tensor:
-            whole = strategy.full(name, "weight")
+            whole = whole_tensor(strategy, name, "weight")
             whole * torch.ones(whole.shape)
             return squared()
 

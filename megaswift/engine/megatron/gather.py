@@ -1,7 +1,7 @@
 """Gathers tensors of which ranks hold shards: many tensors at a time, in one flat buffer for each sender.
 
-Owns who sends what to whom, and where shards lie in a buffer. Every rank derives both from shapes, dtypes and the
-layout, so nothing but values is sent. What the tensors are is up to `weights` and `lora/`.
+Owns which rank sends which shards to which ranks, and where shards lie in a buffer. Every rank derives both from
+shapes, dtypes and the layout, so nothing but values is sent. What the tensors are is up to `weights` and `lora/`.
 
 A bucket holds tensors of one pipeline stage. If every rank receives them, the stage's ranks broadcast what they hold to
 the other stages, then tensor-parallel ranks gather theirs and expert-parallel ranks theirs: each replica within itself,
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift import distributed
+from megaswift.engine.buckets import aligned, bucket_size, filled
 from megaswift.engine.megatron.parallel_context import ParallelContext
 from megaswift.engine.protocol import Receivers
 from megaswift.parallel.layout import Layout
@@ -33,13 +35,6 @@ K = TypeVar("K")
 T = TypeVar("T")
 Key = tuple[int, int]
 """(Number of the tensor in its bucket, number of the shard)."""
-
-DEVICE_BUCKET = 1 << 29
-"""Bytes of whole tensors that are gathered together on a GPU; a larger tensor is gathered alone."""
-HOST_BUCKET = 1 << 26
-"""The same in host memory."""
-ALIGNMENT = 16
-"""Bytes; of every shard in a buffer, a multiple of every dtype's size."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +71,11 @@ class ShardedTensor:
     expert_rank: int | None
     """The expert-parallel rank that holds it; None: it belongs to no expert."""
     shapes: tuple[tuple[int, ...], ...]
-    """One for each tensor-parallel rank (of an expert: expert-tensor-parallel rank); a single one if all of them hold
-    the same."""
+    """The shape on each tensor-parallel rank (of an expert, on each expert-tensor-parallel rank); a single shape if all
+    of them hold the same values."""
     dtype: torch.dtype
-    read: Any
-    """Returns this rank's shard, or None for zeros. Called only where there is one."""
+    read: Callable[[], Tensor | None]
+    """Returns this rank's shard, or None for zeros. Called only on ranks that hold one."""
     collective: bool = False
     """Whether `read` is collective over replicas, so that each has to call it."""
 
@@ -100,7 +95,7 @@ class Buffer:
             shape = tensor.shapes[key[1]]
             end = self.size + math.prod(shape) * tensor.dtype.itemsize
             self.places[key] = self.size, end, shape, tensor.dtype
-            self.size = -(-end // ALIGNMENT) * ALIGNMENT
+            self.size = aligned(end)
 
     def views(self, flat: Tensor) -> dict[Key, Tensor]:
         """Return the shards in a buffer of this size."""
@@ -109,9 +104,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Bucket(Generic[T]):
-    """Tensors that are gathered together. `jobs`: what they are for, and they."""
+    """Tensors that are gathered together."""
 
     jobs: Sequence[tuple[T, Sequence[ShardedTensor]]]
+    """(What the tensors are for, the tensors)."""
 
     @cached_property
     def tensors(self) -> list[ShardedTensor]:
@@ -143,20 +139,14 @@ class Bucket(Generic[T]):
 
 def buckets(jobs: Iterable[tuple[T, Sequence[ShardedTensor]]], limit: int) -> Iterator[Bucket[T]]:
     """Yield consecutive jobs whose tensors lie on one stage and have at most `limit` bytes; a larger job alone."""
-    held: list[tuple[T, Sequence[ShardedTensor]]] = []
-    size = 0
-    for job, tensors in jobs:
-        stage = tensors[0].stage
-        assert all(t.stage == stage for t in tensors), "one stage holds what is made into one tensor"
-        more = sum(t.nbytes for t in tensors)
-        if held and (stage != held[0][1][0].stage or size + more > limit):
+
+    def stage(job: tuple[T, Sequence[ShardedTensor]]) -> int:
+        (number,) = {tensor.stage for tensor in job[1]}  # one stage holds what is made into one tensor
+        return number
+
+    for _, of_stage in itertools.groupby(jobs, stage):
+        for held in filled(of_stage, lambda job: sum(tensor.nbytes for tensor in job[1]), limit):
             yield Bucket(held)
-            held = []
-            size = 0
-        held.append((job, tensors))
-        size += more
-    if held:
-        yield Bucket(held)
 
 
 def gather(
@@ -164,17 +154,18 @@ def gather(
 ) -> Iterator[tuple[T, list[list[Tensor]]]]:
     """Yield each job with the shards of its tensors, where `route` leads; nothing on other ranks.
 
-    Collective: every rank iterates to the end. At most one bucket of shards is held at a time.
+    Collective: every rank iterates to the end. Shards lie in the parameters' memory or in buffers of their bucket. A
+    buffer is freed when no shard in it is held: a consumer keeps one bucket by its last tensor while the next is
+    gathered.
     """
     exchange = _Exchange(context, route)
-    limit = HOST_BUCKET if exchange.device.type == "cpu" else DEVICE_BUCKET
-    for bucket in buckets(jobs, limit):
+    for bucket in buckets(jobs, bucket_size(exchange.device)):
         shards = exchange.run(bucket)
         number = 0
         for job, tensors in bucket.jobs if context.rank in exchange.receivers else ():
             yield job, [[shards[number + i, j] for j in range(len(t.shapes))] for i, t in enumerate(tensors)]
             number += len(tensors)
-        del shards  # before the next bucket is there
+        del shards  # before the next bucket is gathered
 
 
 class Share(NamedTuple):

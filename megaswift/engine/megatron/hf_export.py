@@ -27,7 +27,8 @@ from megaswift.bridge.hf.writer import (
     plan_safetensors_shards,
 )
 from megaswift.bridge.plan import EntriesOfSameHfTensors
-from megaswift.engine.megatron.gather import HOST_BUCKET, Route
+from megaswift.engine.buckets import HOST_BUCKET, filled
+from megaswift.engine.megatron.gather import Route
 from megaswift.engine.megatron.weights import RankWeights
 from megaswift.errors import ROOM, Problem, UserError
 
@@ -81,22 +82,14 @@ def _tasks(
     limit: int,
 ) -> Iterator[ExportTask]:
     """Consecutive groups of a writer, with at most `limit` bytes in float32."""
-    names: list[str] = []
-    gathered: list[EntriesOfSameHfTensors] = []
-    size = 0
-    for key, members in names_by_key.items():
+
+    def nbytes(key: tuple[str, ...]) -> int:
         group = groups.get(key[0])
-        more = 0 if group is None else 4 * sum(math.prod(shape) for shape in group.entries[0].hf_shapes)
-        if names and size + more > limit:
-            yield ExportTask(writer, tuple(names), tuple(gathered))
-            names = []
-            gathered = []
-            size = 0
-        names += members
-        gathered += [] if group is None else [group]
-        size += more
-    if names:
-        yield ExportTask(writer, tuple(names), tuple(gathered))
+        return 0 if group is None else 4 * sum(math.prod(shape) for shape in group.entries[0].hf_shapes)
+
+    for keys in filled(names_by_key, nbytes, limit):
+        names = tuple(name for key in keys for name in names_by_key[key])
+        yield ExportTask(writer, names, tuple(groups[key[0]] for key in keys if key[0] in groups))
 
 
 def export_hf_folder_from_ranks(weights: RankWeights, directory: Path, options: HfExportOptions) -> None:

@@ -5,13 +5,14 @@ by parameter name),
                                 optimizer states by parameter name; whole tensors, safetensors
                 rng-<rank>.safetensors
                 engine.json     what was saved
-One piece (a tensor, or those that become one in files) at a time is whole, on its way to rank 0 and back.
+A bucket of tensors at a time is whole on its way to rank 0, and one piece (a tensor, or those that become one in files)
+on its way back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megaswift.bridge.hf.model_folder import persistent_buffers, tensors_by_disk
 from megaswift.bridge.hf.source import HfSource, TensorMeta
 from megaswift.bridge.hf.writer import MAX_SHARD_BYTES, HfWriter
 from megaswift.engine import rng_state
+from megaswift.engine.buckets import bucket_size, filled
 from megaswift.engine.protocol import FileEntries, Receivers
 from megaswift.engine.torch import weights as torch_weights
 from megaswift.engine.torch.adapters.peft_names import PREFIX, unwrap_peft_model
@@ -33,6 +35,7 @@ from megaswift.engine.torch.conversions import conversion_groups, jointly_writte
 from megaswift.engine.torch.host_memory import returning_freed_memory_to_system
 from megaswift.engine.torch.shared_reads import read_tensors_once_over_ranks
 from megaswift.engine.torch.state import EngineState
+from megaswift.engine.torch.strategies.parts import is_receiver
 from megaswift.engine.torch.strategies.strategy import WEIGHT
 from megaswift.errors import ROOM, Problem, UserError
 from megaswift.folders.checkpoint import FACTS, WHOLE, CheckpointTensorAndModelPaths
@@ -105,29 +108,35 @@ def stream_weights(
     one.
     """
     bare = unwrap_peft_model(engine.fields.model)
-    has_tensors = to != "rank0" or engine.rank == 0  # every rank is a replica
     merging = engine.merging
     device = engine.context.device if on_device else torch.device("cpu")
     if merging is not None:
         names = merging.names
-        full = merging.reader(lambda name: engine.strategy.full(name, WEIGHT), has_tensors)
     else:
         names = [n.removeprefix(PREFIX) for n in (engine.shapes if kind == WEIGHT else engine.strategy.trained())]
-
-        def full(name: str) -> Tensor:
-            return engine.strategy.full(PREFIX + name, kind)
-
-    for group in jointly_written_parameters(bare, names):
-        tensors = {name: full(name) for name in group}
-        if has_tensors:
-            yield from tensors_by_disk_name(
-                bare, {name: tensor.detach().to(device) for name, tensor in tensors.items()}
-            ).items()
-    if kind == WEIGHT and has_tensors:
+    groups = jointly_written_parameters(bare, names)
+    ordered = [name for group in groups for name in group]
+    needed = [PREFIX + name for name in ordered] if merging is None else merging.needed(ordered)
+    tensors = gathered(engine, [(name, kind) for name in needed], to)
+    if not is_receiver(to):
+        for _ in tensors:
+            pass
+        return
+    read = (lambda name: next(tensors)) if merging is None else merging.reader(tensors)
+    for group in groups:
+        made = {name: read(name).detach().to(device) for name in group}
+        yield from tensors_by_disk_name(bare, made).items()
+    if kind == WEIGHT:
         model_buffers = persistent_buffers(bare) if merging is None else merging.buffers(bare)
         yield from tensors_by_disk_name(
             bare, {name: tensor.to(device) for name, tensor in model_buffers.items()}
         ).items()
+
+
+def gathered(engine: EngineState, wanted: Sequence[tuple[str, str]], to: Receivers) -> Iterator[Tensor]:
+    """Yield the whole tensor of each (parameter, kind) on receivers, gathered a bucket at a time. Collective."""
+    for bucket in filled(wanted, lambda one: 4 * engine.shapes[one[0]].numel(), bucket_size(engine.context.device)):
+        yield from engine.strategy.whole(bucket, to)
 
 
 def meta_tensors_by_disk_name(engine: EngineState) -> dict[str, Tensor]:
@@ -142,8 +151,9 @@ def _stream_all(engine: EngineState) -> Iterator[tuple[str, Tensor]]:
     if not engine.adapts:
         for name, tensor in stream_weights(engine, WEIGHT):
             yield f"{WEIGHT}.{name}", tensor
-    for name, kind in _entries(engine):
-        yield f"{kind}.{name}", engine.strategy.full(name, kind)
+    entries = list(_entries(engine))
+    keys = [f"{kind}.{name}" for name, kind in entries]
+    yield from zip(keys, gathered(engine, entries, "rank0"), strict=engine.rank == 0)
 
 
 def load_step(engine: EngineState, directory: Path) -> None:

@@ -65,7 +65,7 @@ from megaswift.engine.torch.router_losses import RouterLosses
 from megaswift.engine.torch.settings import EngineSettings
 from megaswift.engine.torch.state import EngineState
 from megaswift.engine.torch.strategies.ddp import DdpStrategy
-from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
+from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT, whole_tensor
 from megaswift.engine.torch.strategies.table import build_strategy
 from megaswift.engine.vocabulary_shard import VocabularyHeadShardSpec
 from megaswift.errors import ConfigError, Problem
@@ -288,7 +288,7 @@ class TorchEngine(EngineState):
             raise ConfigError(Problem(f"{type(model).__name__}", rule, "use a teacher of another family"))
         own = self.strategy.named() if isinstance(self.strategy, DdpStrategy) else self.fields.named_parameters()
         name = next(name for name, p in own if p is head.weight)
-        return self.strategy.full(name, WEIGHT).to(self.dtype)
+        return whole_tensor(self.strategy, name, WEIGHT).to(self.dtype)
 
     def keep_reference(self, on_host: bool = False) -> None:
         """From now on `reference` is the present model. New adapters need no copy: the base is the model without."""
@@ -360,7 +360,9 @@ class TorchEngine(EngineState):
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """A PEFT folder with what trains. Collective; rank 0 writes."""
-        state = {name: self.strategy.full(name, WEIGHT) for name in self.strategy.trained()}
+        names = list(self.strategy.trained())
+        tensors = checkpoint.gathered(self, [(name, WEIGHT) for name in names], "rank0")
+        state = dict(zip(names, tensors, strict=self.rank == 0))
         state |= {
             peft_names.PREFIX + name: tensor for name, tensor in persistent_buffers(self.fields.model).items()
         }  # VeRA's projections

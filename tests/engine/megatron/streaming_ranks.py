@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megaswift.engine.protocol import Receivers
 from megaswift.parallel.layout import Layout
@@ -45,18 +46,21 @@ class Streamed:
     """Of the tensors, in the order of the stream."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of the tensors that are made of the same parameters."""
+    most_held: int = 0
+    """Bytes of all buffers when there were most."""
 
 
 def stream(rank: int, world: int, job: Streams) -> Streamed:
     """Stream the weights of a folder; adapters have values that no other layout changes."""
-    from megaswift.engine.megatron import gather
+    from megaswift.engine import buckets
     from tests.parity.measure import build
 
     trace = Trace(rank)
     register(trace, range(world), CountedGlooGroup)  # type: ignore[arg-type]
     use_torch_collectives()
     start_group(rank, world, dist.FileStore(str(job.store), -1))
-    gather.HOST_BUCKET = job.limit
+    buckets.HOST_BUCKET = job.limit
+    held = _count_buffers()
     engine, _ = build(job.case, job.folder, world, **job.options)
     if engine.lora is not None:
         engine.lora.fill(lambda adapter, half: _drawn(adapter.name(half), adapter.shape(half)))
@@ -70,8 +74,27 @@ def stream(rank: int, world: int, job: Streams) -> Streamed:
         out.weights[to] = dict(pairs)
         out.order = out.order or [name for name, _ in pairs]
         out.calls[to] = trace.calls[before:]
+    out.most_held = held[0]
     dist.barrier()
     return out
+
+
+def _count_buffers() -> list[int]:
+    """Return a list that has the most bytes that live buffers have had."""
+    from megaswift.engine.megatron.gather import _Exchange
+
+    made: list[tuple[StorageWeakRef, int]] = []
+    most = [0]
+    allocate = _Exchange._flat
+
+    def allocated(self: _Exchange, size: int) -> Tensor:
+        flat = allocate(self, size)
+        made.append((StorageWeakRef(flat.untyped_storage()), size))
+        most[0] = max(most[0], sum(held for storage, held in made if not storage.expired()))
+        return flat
+
+    _Exchange._flat = allocated  # type: ignore[method-assign]
+    return most
 
 
 def _drawn(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -75,6 +75,8 @@ def assert_few_messages(ranks: list[Streamed], case: Case) -> None:
     expert-parallel group."""
     layout = layout_of(case)
     count = bucket_count(ranks[0], LIMIT)
+    largest = max(LIMIT, *ranks[0].sizes)
+    assert max(streams.most_held for streams in ranks) <= 2.1 * largest, "a bucket, and this rank's shards of it"
     assert 2 * count <= len(ranks[0].sizes)
     for rank, streams in enumerate(ranks):
         replica = [r for r in range(case.world) if layout.coordinates(r).dp == layout.coordinates(rank).dp]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megaswift.engine.torch.strategies.strategy import whole_tensor
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, global_batch, own, parse
 from tests.parity.lora import draw_lora_a
@@ -98,7 +99,7 @@ def go(rank: int, world: int, run: Run) -> Result:
     if run.export is not None:
         engine.export(run.export, run.folder)
     out.weights = {
-        n.removeprefix("model."): engine.strategy.full(n, "weight").detach().cpu().clone()
+        n.removeprefix("model."): whole_tensor(engine.strategy, n, "weight").detach().cpu().clone()
         for n in engine.strategy.trained()
     }
     torch.distributed.barrier()

@@ -12,6 +12,7 @@ from torch import nn
 from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
 from megaswift.engine.torch.strategies import zero_drive
+from megaswift.engine.torch.strategies.strategy import whole_tensor
 from megaswift.engine.torch.strategies.zero import ZeroStrategy
 
 OPTIM = OptimConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
@@ -56,12 +57,13 @@ def train(rank: int, world: int, job: dict[str, Any]) -> dict[str, Any]:
         for m in range(2):
             scale = float("inf") if step in job.get("broken", ()) else 1.0
             losses.append(micro(strategy, 2 * step + m, rank, job["extra"][step], m == 1, scale))
-        gradients.append({name: strategy.full(name, "gradient") for name in strategy.trained()})
+        gradients.append({name: whole_tensor(strategy, name, "gradient") for name in strategy.trained()})
         norms.append(strategy.step(1e-2, OPTIM, lambda found: [float(t) for t in found]))
     states = {
-        name: {k: strategy.full(name, k) for k in ("weight", "exp_avg", "exp_avg_sq")} for name in strategy.trained()
+        name: {k: whole_tensor(strategy, name, k) for k in ("weight", "exp_avg", "exp_avg_sq")}
+        for name in strategy.trained()
     }
-    weights = {name: strategy.full(name, "weight") for name, _ in Wide().named_parameters()}
+    weights = {name: whole_tensor(strategy, name, "weight") for name, _ in Wide().named_parameters()}
     files = sorted(str(p.name) for s in ("optimizer_swapper",) for p in strategy_files(strategy))
     in_files = zero_drive.shards_in_files(strategy._zero)
     found = {"losses": losses, "gradients": gradients, "norms": norms, "states": states, "weights": weights}

@@ -13,6 +13,7 @@ from megaswift.engine.options.optimizer import OptimConfig
 from megaswift.engine.options.zero_file import DeepspeedAutoValues, deepspeed_preset, fill_deepspeed_auto
 from megaswift.engine.torch.meta_init import swap_parameters_for_expanded_zeros
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale, make_loss_scale
+from megaswift.engine.torch.strategies.strategy import whole_tensor
 from megaswift.engine.torch.strategies.zero import ZeroStrategy
 from tests.engine.torch.zero_model import HIDDEN, Fields, count, rows
 
@@ -89,7 +90,8 @@ def passes(strategy: Any, step: int, rank: int, world: int, job: dict[str, Any])
 def everything(strategy: Any, *kinds: str) -> dict[str, dict[str, torch.Tensor]]:
     names, trained = [n for n, _ in Fields().named_parameters()], set(strategy.trained())
     return {
-        kind: {n: strategy.full(n, kind).clone() for n in names if n in trained or kind == "weight"} for kind in kinds
+        kind: {n: whole_tensor(strategy, n, kind).clone() for n in names if n in trained or kind == "weight"}
+        for kind in kinds
     }
 
 

@@ -34,11 +34,11 @@ class Sync:
 
 def job(rank: int, world: int, run: Sync) -> tuple[int, int, str]:
     """(Tensors that this rank's sampler has taken in a sync with the fault and in the next one, the error)."""
-    from megaswift.engine.megatron import gather
+    from megaswift.engine import buckets
     from megaswift.trainers.rl.generation import CompletionGenerator
     from tests.parity.measure import build as build_engine
 
-    gather.HOST_BUCKET = 20_000
+    buckets.HOST_BUCKET = 20_000
     engine, context = build_engine(parse("dense tp2"), run.folder, world)
     faulty = rank == (0 if run.to == "rank0" else 1)
     taken = [0]

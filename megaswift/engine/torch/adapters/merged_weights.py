@@ -8,7 +8,7 @@ in few bits is made plain here.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,6 @@ OWN = f"{PREFIX}base_model.model."
 """Prefix of the names of the model's own parameters under PEFT."""
 KEPT = ".original_module."
 """Part of the names of modules of which a copy trains in their place."""
-Full = Callable[[str], Tensor]
-"""The whole tensor of a parameter, by its name in the module that was wrapped; collective."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +81,32 @@ class MergedAdapterWeights:
     layers: dict[str, Any] = field(default_factory=dict)
     """PEFT's, outermost ones only, by their names in the module that is wrapped."""
 
-    def reader(self, full: Full, has_tensors: bool) -> Full:
-        """Gives each weight once, in any order that is the same on every rank. `here`: this rank wants them.
-        Collective."""
+    def needed(self, names: Iterable[str]) -> list[str]:
+        """Return where the engine has the parameters of which these weights are made, in the order in which `reader`
+        takes them."""
+        places: list[str] = []
+        begun: set[str] = set()
+        for name in names:
+            if name in self.plain:
+                places.append(self.plain[name])
+            elif name in self.adapted and name not in begun:
+                layer = self.adapted[name]
+                places += layer.places.values()
+                begun |= {*layer.own.values()}
+        return places
+
+    def reader(self, tensors: Iterator[Tensor]) -> Callable[[str], Tensor]:
+        """Return what makes each weight of the whole tensors that `needed` names, once and in the order given there."""
         ready: dict[str, Tensor] = {}
-        nothing = torch.empty(0)
 
         def read(name: str) -> Tensor:
             if name in self.plain:
-                return full(self.plain[name])
+                return next(tensors)
             if name in self.packed:
-                return self.packed[name].merged() if has_tensors else nothing
+                return self.packed[name].merged()
             if name not in ready:
                 layer = self.adapted[name]
-                tensors = {own: full(place) for own, place in layer.places.items()}
-                ready.update(layer.merged(tensors) if has_tensors else dict.fromkeys(layer.own.values(), nothing))
+                ready.update(layer.merged({own: next(tensors) for own in layer.places}))
             return ready.pop(name)
 
         return read

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaswift.bridge.hf.source import TensorMeta
 from megaswift.engine.objective import ReadNumbers
 from megaswift.engine.options.optimizer import OptimConfig
+from megaswift.engine.protocol import Receivers
 from megaswift.engine.squared_norm import sum_of_squares
 from megaswift.engine.torch.adapters.peft_names import unwrap_peft_model
 from megaswift.engine.torch.meta_init import allocate_storage
@@ -23,6 +24,7 @@ from megaswift.engine.torch.optim.loss_scale import DynamicLossScale
 from megaswift.engine.torch.optim.table import make_torch_optimizer
 from megaswift.engine.torch.process_group import TorchContext
 from megaswift.engine.torch.quantized_weights import quantization_scale_bytes, unpacked_numel
+from megaswift.engine.torch.strategies.parts import is_receiver
 from megaswift.engine.torch.strategies.strategy import (
     GRADIENT,
     WEIGHT,
@@ -139,12 +141,12 @@ class DdpStrategy:
             return torch.zeros_like(parameter.data) if parameter.grad is None else parameter.grad
         return self.optimizer.states(parameter, self.steps)[kind]
 
-    def full(self, name: str, kind: str) -> Tensor:
-        """The whole tensor."""
-        return self.place(name, kind)
+    def whole(self, wanted: Sequence[tuple[str, str]], to: Receivers) -> Iterator[Tensor]:
+        """Yield the whole tensors on receivers; each rank has them."""
+        yield from (self.place(*one) for one in wanted if is_receiver(to))
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
-        """The inverse of `full`; a state takes the number of steps along."""
+        """The inverse of `whole`; a state takes the number of steps along."""
         self.place(name, kind).copy_(tensor)
         if kind != WEIGHT:
             self.optimizer.count(self.parameters[name], self.steps)

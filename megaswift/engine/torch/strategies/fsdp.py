@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
@@ -18,11 +19,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megaswift import log
 from megaswift.engine.options.engine import EngineBackendConfig
 from megaswift.engine.options.optimizer import OptimConfig
+from megaswift.engine.protocol import Receivers
 from megaswift.engine.squared_norm import sum_of_squares
 from megaswift.engine.torch.meta_init import allocate_storage
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale
 from megaswift.engine.torch.process_group import TorchContext
 from megaswift.engine.torch.strategies.ddp import DdpStrategy
+from megaswift.engine.torch.strategies.parts import Part, joined
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,15 @@ class FsdpStrategy(DdpStrategy):
         dist.all_reduce(total, group=self.mesh.get_group("shard"))
         return total
 
-    def full(self, name: str, kind: str) -> Tensor:
-        """The whole tensor, on every rank."""
-        return full_tensor(self.place(name, kind).to(self.context.device))
+    def whole(self, wanted: Sequence[tuple[str, str]], to: Receivers) -> Iterator[Tensor]:
+        """Yield the whole tensors on receivers, from the ranks that hold one copy of the model."""
+        parts = [self._part(self.place(*one)) for one in wanted]
+        return joined(parts, self.mesh.get_group("shard"), self.context.device, to)
+
+    def _part(self, tensor: Tensor) -> Part:
+        assert isinstance(tensor, DTensor) and tensor.placements[-1].is_shard(0), "rows are dealt out by fully_shard"
+        rows = -(-len(tensor) // self.mesh["shard"].size())
+        return Part(tensor.to_local().flatten(), rows * math.prod(tensor.shape[1:]), tensor.shape)
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
         """This rank's part of a whole tensor."""
@@ -200,8 +209,3 @@ def units_without_tied_weights(units: Iterable[nn.Module], model: nn.Module) -> 
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """How many places in a module hold each parameter."""
     return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """A tensor of which every rank holds a part, on every rank. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -4,7 +4,7 @@ or SGD, learning rates, gradient clipping.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from megaswift.bridge.hf.source import TensorMeta
 from megaswift.engine.objective import ReadNumbers
 from megaswift.engine.options.optimizer import OptimConfig
+from megaswift.engine.protocol import Receivers
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale
 from megaswift.engine.torch.vision_parts import ALIGNER, VIT
 
@@ -41,11 +42,12 @@ class DataParallelStrategy(Protocol):
     def states(self, name: str) -> dict[str, TensorMeta]:
         """The optimizer's tensors for a parameter that trains, whole."""
 
-    def full(self, name: str, kind: str) -> Tensor:
-        """The whole tensor: WEIGHT and GRADIENT in float32, or one of `states`. Collective."""
+    def whole(self, wanted: Sequence[tuple[str, str]], to: Receivers) -> Iterator[Tensor]:
+        """Yield the whole tensor of each (parameter, kind) on receivers, nothing on other ranks: WEIGHT and GRADIENT in
+        float32, or one of `states`. All are gathered together. Collective: every rank iterates to the end."""
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
-        """The inverse of `full`; every rank passes the whole tensor. Collective."""
+        """The inverse of `whole`; every rank passes the whole tensor. Collective."""
 
     def trained(self) -> Iterator[str]:
         """Names of the parameters that train."""
@@ -62,10 +64,16 @@ class DataParallelStrategy(Protocol):
     steps: int
     """Optimizer steps taken."""
     exchanged: bool
-    """The weights are a reference's, or the optimizer is offloaded: `full` then gives the weights that a forward pass
+    """The weights are a reference's, or the optimizer is offloaded: `whole` then gives the weights that a forward pass
     reads, and not float32 copies that an optimizer keeps."""
     loss_scale: DynamicLossScale | None
     """In float16; None in other precisions."""
+
+
+def whole_tensor(strategy: DataParallelStrategy, name: str, kind: str) -> Tensor:
+    """Return one whole tensor on every rank. Collective."""
+    (tensor,) = strategy.whole([(name, kind)], "all")
+    return tensor
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

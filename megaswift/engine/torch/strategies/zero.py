@@ -24,7 +24,7 @@ trained parameter must take part on every rank alike; a rank without a label sti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,13 @@ from megaswift.engine.objective import ReadNumbers
 from megaswift.engine.options.optimizer import PLUGIN_OPTIMIZERS, OptimConfig
 from megaswift.engine.options.zero_file import KINDS, matching_deepspeed_preset, offloads_optimizer_and_weights
 from megaswift.engine.options.zero_keys import offload_parts_on_a_drive
+from megaswift.engine.protocol import Receivers
 from megaswift.engine.squared_norm import sum_of_squares
 from megaswift.engine.torch.meta_init import allocate_storage, is_unallocated
 from megaswift.engine.torch.optim.loss_scale import DynamicLossScale
 from megaswift.engine.torch.optim.states import torch_engine_optimizer_class
 from megaswift.engine.torch.strategies import zero_config, zero_drive
+from megaswift.engine.torch.strategies.parts import is_receiver
 from megaswift.engine.torch.strategies.strategy import (
     GRADIENT,
     WEIGHT,
@@ -127,7 +129,7 @@ class ZeroStrategy:
         self._own_loss_scale()
         zero_drive.keep_gradients_in_memory(self._zero)
         initialize_missing_states(self._zero, optimizer, self._moments, self._counter)
-        self._tensors = ZeroWholeTensorAccess(deepspeed, self.module, optimizer)
+        self._tensors = ZeroWholeTensorAccess(deepspeed, self.module, optimizer, device)
         for name, tensor in exact.items():
             self.put(name, WEIGHT, tensor)
 
@@ -266,14 +268,16 @@ class ZeroStrategy:
         yield from state_tensors(self._inner)
         yield from (shard.data for shard in tensors_stepped_on_this_rank(self._zero))
 
-    def full(self, name: str, kind: str) -> Tensor:
-        """The whole float32 tensor: weight, gradient (after the last backward of a step), or a state.
-        Collective."""
-        tensor = self._tensors.get(self._names[name], kind, self.exchanged)
-        return tensor / self.loss_scale.value if kind == GRADIENT and self.loss_scale and self.stage else tensor
+    def whole(self, wanted: Sequence[tuple[str, str]], to: Receivers) -> Iterator[Tensor]:
+        """Yield the whole float32 tensors on receivers: weights, gradients (after the last backward of a step), or
+        states. Collective."""
+        tensors = self._tensors.get([(self._names[name], kind) for name, kind in wanted], to, self.exchanged)
+        scaled = self.loss_scale.value if self.loss_scale and self.stage else 1.0
+        for (_, kind), tensor in zip(wanted, tensors, strict=is_receiver(to)):
+            yield tensor / scaled if kind == GRADIENT else tensor
 
     def put(self, name: str, kind: str, tensor: Tensor) -> None:
-        """The inverse of `full` for weights and moments; every rank passes the full tensor. Collective."""
+        """The inverse of `whole` for weights and moments; every rank passes the full tensor. Collective."""
         self._tensors.put(self._names[name], kind, tensor)
 
     def sizes(self) -> tuple[int, int, int, int]:

@@ -1,7 +1,7 @@
-"""Whole tensors in and out of ZeRO's shards: weights, moments and gradients of one parameter, at every stage.
+"""Whole tensors in and out of ZeRO's shards: weights, moments and gradients, at every stage.
 
-Owns how each of DeepSpeed's optimizers is read and written. Everything here is collective, and every rank gets, or
-gives, the full tensor. Faults of DeepSpeed 0.19.8 that are gone round:
+Owns how each of DeepSpeed's optimizers is read and written. Everything here is collective. Faults of DeepSpeed 0.19.8
+that are gone round:
 
 - `safe_set_full_fp32_param` and `safe_set_full_optimizer_state` at stage 3 take the rank's part from the tensor as it
   is, without the padding of the last shard: they fail where a size is no multiple of the ranks. The local calls with a
@@ -14,6 +14,8 @@ gives, the full tensor. Faults of DeepSpeed 0.19.8 that are gone round:
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaswift.engine.protocol import Receivers
 from megaswift.engine.torch.strategies import zero_drive
+from megaswift.engine.torch.strategies.parts import Part, is_receiver, joined
 from megaswift.engine.torch.strategies.strategy import GRADIENT, WEIGHT
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,49 +71,80 @@ def set_optimizer_step_count(zero: Any, inner: torch.optim.Optimizer, counter: s
 class ZeroWholeTensorAccess:
     """Reads and writes the parameters of one engine."""
 
-    def __init__(self, deepspeed: Any, engine: Any, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, deepspeed: Any, engine: Any, inner: torch.optim.Optimizer, device: torch.device) -> None:
+        self.device = device
         self.calls = deepspeed.utils
-        self.gathered = deepspeed.zero.GatheredParameters
         self.zero = engine.optimizer
         self.inner = inner
         self.stage = int(engine.zero_optimization_stage())
 
-    @torch.no_grad()
-    def get(self, param: nn.Parameter, kind: str, live: bool = False) -> Tensor:
-        """The full fp32 tensor. A parameter that does not train has its weight only. `live`: the weight that a forward
-        pass reads, in place of the optimizer's."""
-        if kind == WEIGHT and live and self.stage == 3:
-            return self._join_shards(param)
-        if kind == WEIGHT and (live or not (self.stage and param.requires_grad)):
-            return self._gather(param)
-        if kind == GRADIENT:
+    def get(self, wanted: Sequence[tuple[Any, str]], to: Receivers, live: bool = False) -> Iterator[Tensor]:
+        """Yield the whole fp32 tensor of each (parameter, kind) on receivers. A parameter that does not train has its
+        weight only. `live`: the weights that a forward pass reads, in place of the optimizer's."""
+        if any(kind == GRADIENT for _, kind in wanted):
             zero_drive.give_gradients(self.zero)
-            value = self.calls.safe_get_full_grad(param)
-            value = (
-                torch.zeros(getattr(param, "ds_shape", param.shape), device=param.device) if value is None else value
-            )
-        elif self.stage == 0:
-            value = self.inner.state[param][kind]
+        if self.stage == 3:
+            parts = [Part(self._own_part(*one, live), one[0].ds_tensor.ds_numel, one[0].ds_shape) for one in wanted]
+            return joined(parts, wanted[0][0].ds_process_group, self.device, to)
+        return self._from_whole(wanted, to, live)
+
+    def _own_part(self, param: Any, kind: str, live: bool) -> Tensor:
+        """Return a copy of this rank's part, at stage 3. DeepSpeed's own gathering of weights fails behind a forward
+        pass, whose prefetched parameters are in flight."""
+        if kind == WEIGHT and (live or not param.requires_grad):
+            with zero_drive.shard_in_memory(param):
+                return param.ds_tensor.detach().to(self.device, torch.float32, copy=True).flatten()
+        if kind == GRADIENT:
+            part = self.calls.safe_get_local_grad(param)
         elif kind == WEIGHT:
-            value = self.calls.safe_get_full_fp32_param(param)
+            part = self.calls.safe_get_local_fp32_param(param)
         else:
-            value = self.calls.safe_get_full_optimizer_state(param, kind)
-        return value.detach().float().clone()
+            part = self.calls.safe_get_local_optimizer_state(param, kind)
+        if part is None:
+            return torch.zeros(param.ds_tensor.ds_numel, device=self.device)
+        return part.detach().to(self.device, torch.float32, copy=True).flatten()
 
-    def _gather(self, param: nn.Parameter) -> Tensor:
-        if self.stage < 3:
-            return param.detach().float().clone()
-        with self.gathered([param]):
-            return param.detach().float().clone()
+    def _from_whole(self, wanted: Sequence[tuple[Any, str]], to: Receivers, live: bool) -> Iterator[Tensor]:
+        """Up to stage 2 each rank has the weights that a forward pass reads. Their fp32 copies, if they are others, and
+        the moments are dealt out from stage 1 on."""
 
-    def _join_shards(self, param: Any) -> Tensor:
-        """The weight from the ranks' shards. DeepSpeed's own gathering fails behind a forward pass, whose prefetched
-        parameters are in flight."""
-        with zero_drive.shard_in_memory(param):
-            part = param.ds_tensor.detach().to(param.device, torch.float32).flatten()
-        whole = part.new_empty(len(part) * dist.get_world_size(param.ds_process_group))
-        dist.all_gather_into_tensor(whole, part, group=param.ds_process_group)
-        return whole[: param.ds_numel].view(param.ds_shape)
+        def is_split(param: Any, kind: str) -> bool:
+            here = kind == WEIGHT and (live or not param.requires_grad or param.dtype == torch.float32)
+            return self.stage > 0 and kind != GRADIENT and not here
+
+        summed = self._sums_of_fragments([one for one in wanted if is_split(*one)], to)
+        for param, kind in wanted:
+            if is_split(param, kind):
+                yield from itertools.islice(summed, 1)
+                continue
+            if kind == WEIGHT:
+                value = param
+            elif kind == GRADIENT:
+                value = self.calls.safe_get_full_grad(param)
+                value = torch.zeros_like(param) if value is None else value
+            else:
+                value = self.inner.state[param][kind]
+            if is_receiver(to):
+                yield value.detach().float().clone()
+
+    def _sums_of_fragments(self, wanted: Sequence[tuple[Any, str]], to: Receivers) -> Iterator[Tensor]:
+        """Yield tensors of which each rank holds a fragment, or none, from one reduction."""
+        if not wanted:
+            return
+        flat = torch.zeros(sum(param.numel() for param, _ in wanted), device=self.device)
+        tensors = flat.split([param.numel() for param, _ in wanted])
+        for (param, kind), tensor in zip(wanted, tensors, strict=True):
+            mapping = param._hp_mapping
+            if mapping is not None:
+                place = mapping.lp_fragment_address
+                fragment = mapping.get_hp_fragment(None if kind == WEIGHT else kind)
+                tensor.narrow(0, place.start, place.numel).copy_(fragment.detach())
+        if to == "rank0":
+            dist.reduce(flat, 0)
+        else:
+            dist.all_reduce(flat)
+        if is_receiver(to):
+            yield from (tensor.view_as(param) for (param, _), tensor in zip(wanted, tensors, strict=True))
 
     @torch.no_grad()
     def put(self, param: nn.Parameter, kind: str, value: Tensor) -> None:
