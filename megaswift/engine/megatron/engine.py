@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
+from megaswift import distributed
 from megaswift.bridge.adapters.folder import write_peft_folder
 from megaswift.bridge.adapters.options.lora import LoraConfig
 from megaswift.bridge.checkpoint.hf_metadata import write_checkpoint_hf_metadata
@@ -415,11 +416,16 @@ class MegatronEngine(EngineState):
             export_hf_folder_from_ranks(self.weights, folder, options)
             return
         weights = self.hf_weights()
-        if self.rank == 0:
-            write_hf_export(folder, self.plan, weights, options)
-        else:
-            for _ in weights:
-                pass
+
+        def write() -> None:
+            try:
+                if self.rank == 0:
+                    write_hf_export(folder, self.plan, weights, options)
+            finally:
+                for _ in weights:  # also if rank 0 cannot write: the others send to it
+                    pass
+
+        distributed.run_and_gather_on_all_ranks(write)
 
     def write_adapter(self, folder: Path, base: str) -> None:
         """Write adapters and fully trained modules in float32, as PEFT saves them, on rank 0. Collective."""

@@ -34,7 +34,8 @@ LIMIT = 4.0
 @dataclass(frozen=True)
 class Export:
     """What the ranks get. `fault`: `slow` (rank 1's disk, longer than a collective may take), `full` (rank 1's),
-    `stream` (one rank gets all tensors and writes them), or none."""
+    `merged` (rank 0's, full, which alone writes a model with adapters), `stream` (one rank gets all tensors and writes
+    them), or none."""
 
     case: Case
     folder: Path
@@ -45,10 +46,14 @@ class Export:
 def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
     """(files that this rank wrote to, the error) of an export (on the ranks)."""
     from megaswift.bridge.hf.export import HfExportOptions, write_hf_export
+    from megaswift.engine import buckets
     from megaswift.engine.megatron.hf_export import export_hf_folder_from_ranks
     from tests.parity.measure import build
 
-    engine, context = build(run.case, run.folder, world)
+    merged = run.fault == "merged"
+    engine, context = build(run.case, run.folder, world, train_type="lora" if merged else "full")
+    if merged:
+        buckets.HOST_BUCKET = 20_000
     written: set[str] = set()
     pwrite, fsync, error = os.pwrite, os.fsync, ""
 
@@ -56,7 +61,7 @@ def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
         if run.fault == "slow" and rank == 1 and not written:
             time.sleep(LIMIT + 1)
         written.add(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
-        if run.fault == "full" and rank == 1:
+        if (run.fault == "full" and rank == 1) or (merged and rank == 0):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(descriptor, data, offset)
 
@@ -73,6 +78,8 @@ def job(rank: int, world: int, run: Export) -> tuple[list[str], str]:
             options = HfExportOptions(run.folder, None, SHARD, overwrite=True)
             if run.fault == "stream":
                 write_hf_export(run.out, engine.plan, engine.hf_weights(), options)
+            elif merged:
+                engine.export(run.out, run.folder)
             else:
                 export_hf_folder_from_ranks(engine.weights, run.out, options)
         except UserError as raised:
@@ -130,8 +137,9 @@ def test_a_slow_disk_is_waited_for(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_full_disk_is_one_message_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    out, answers = export(pool, "dense tp2", tmp_path, "full")
+@pytest.mark.parametrize("fault", ["full", pytest.param("merged", marks=pytest.mark.slow)])
+def test_a_full_disk_is_one_message_on_all_ranks(fault: str, pool: Pool, tmp_path: Path) -> None:
+    out, answers = export(pool, "dense tp2", tmp_path, fault)
     assert answers[0][1] == answers[1][1] and answers[0][1].count("No space left on device") == 1
     assert not out.exists() and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
