@@ -178,15 +178,15 @@ class RankWeights:
         dtype: torch.dtype | None = None,
         groups: Sequence[EntriesOfSameHfTensors] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of `value(parameter)`, where `route` leads; nothing on other ranks.
+        """Yield (Hugging Face name, full tensor) of `value(parameter)`, where `route` leads; nothing on other ranks.
 
         Collective: every rank iterates to the end.
 
         Args:
-            value: Of a parameter; None: zeros.
+            value: Returns what is streamed of a parameter; None stands for zeros.
             route: Where tensors go.
-            dtype: Of all tensors; None: each parameter's, which values must have then.
-            groups: What is streamed, in this order; None: the whole plan.
+            dtype: The dtype of all tensors; None: each parameter's, which values must have then.
+            groups: The groups that are streamed, in this order; None: the whole plan.
         """
         chosen = self.plan.groups if groups is None else groups
         jobs = ((group, [self.sharded(entry, value, dtype) for entry in group.entries]) for group in chosen)
@@ -196,7 +196,7 @@ class RankWeights:
     def sharded(
         self, entry: PlanEntry, value: Callable[[Tensor], Tensor | None], dtype: torch.dtype | None = None
     ) -> ShardedTensor:
-        """`value` of one parameter, as `gather` takes it."""
+        """Return `value` of one parameter as `gather` takes it."""
         local = self.by_name.get(entry.megatron)
 
         def read() -> Tensor | None:
@@ -217,7 +217,7 @@ class RankWeights:
         )
 
     def _shard_shape(self, entry: PlanEntry) -> tuple[int, ...]:
-        """That of one rank's shard, computed once for all layers and experts."""
+        """Return the shape of one rank's shard, computed once for all layers and experts."""
         name = entry.rule.megatron
         if name not in self._shapes:
             self._shapes[name] = tuple(entry.shard_shape(self.tp_of(entry)[0], self.padded))

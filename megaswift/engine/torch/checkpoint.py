@@ -101,8 +101,8 @@ def write_tensor_stream_to_folder(
 def stream_weights(
     engine: EngineState, kind: str, to: Receivers = "rank0", on_device: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model's files, whole tensor) on the receivers; others iterate over none. In host memory or on the
-    engine's device. Collective.
+    """Yield (name in the model's files, whole tensor) on receivers, nothing on other ranks: in host memory or on the
+    engine's device. Collective: every rank iterates to the end.
 
     Weights are all that the files hold, adapters merged in: buffers too, as the router's expert bias of DeepSeek-V3 is
     one.

@@ -1,7 +1,6 @@
 """LoRA on the native engine: which layers get adapters, what is trained, loading, export and merging.
 
-Owns the adapters of a rank as a whole. What an adapter computes is `layers.py`'s, how it is cut is the
-bridge's.
+Owns the adapters of a rank as a whole. `layers` computes them, and the bridge cuts them into shards.
 """
 
 from __future__ import annotations
@@ -96,9 +95,8 @@ class PlacedAdapterHalf:
 
 
 class RankAdapters:
-    """Every adapter of this rank. Made before the model is wrapped: from then on nothing but adapters and
-    `modules_to_save_tensor_names`
-    modules trains."""
+    """Every adapter of this rank. Made before the model is wrapped: from then on only adapters and the modules of
+    --modules_to_save train."""
 
     def __init__(self, chunks: Sequence[SwiftGPT], weights: RankWeights, plan: AdapterPlan) -> None:
         self.chunks = chunks
@@ -212,7 +210,8 @@ class RankAdapters:
     def stream(
         self, value: Callable[[Tensor], Tensor | None], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name without PEFT's prefix, whole tensor on the CPU) on rank 0; collective, every rank iterates to the end.
+        """Yield (name without PEFT's prefix, whole tensor in host memory) on rank 0. Collective: every rank iterates to
+        the end.
 
         Args:
             value: Of a parameter; None: zeros.
@@ -230,8 +229,8 @@ class RankAdapters:
         yield from self.weights.stream(value, dtype=dtype, groups=groups)
 
     def merged(self, route: Route, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of the model with its adapters, where `route` leads: what rollouts sample
-        from. Collective.
+        """Yield (Hugging Face name, full tensor) of the model with its adapters, where `route` leads: rollouts sample
+        from it. Collective: every rank iterates to the end.
 
         `dtype`: of all tensors, rounded after merging; None: the engine's.
         """

@@ -105,8 +105,8 @@ class ZeroWholeTensorAccess:
         return part.detach().to(self.device, torch.float32, copy=True).flatten()
 
     def _from_whole(self, wanted: Sequence[tuple[Any, str]], to: Receivers, live: bool) -> Iterator[Tensor]:
-        """Up to stage 2 each rank has the weights that a forward pass reads. Their fp32 copies, if they are others, and
-        the moments are dealt out from stage 1 on."""
+        """Yield tensors at stages 0 to 2, at which each rank has the weights that a forward pass reads. From stage 1
+        on, moments, and fp32 copies of weights in half precision, are dealt out."""
 
         def is_split(param: Any, kind: str) -> bool:
             here = kind == WEIGHT and (live or not param.requires_grad or param.dtype == torch.float32)
