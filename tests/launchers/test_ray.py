@@ -85,7 +85,7 @@ def files(out: Path) -> set[str]:
 @pytest.mark.slow
 def test_a_mistake_that_a_worker_finds_is_told_once(file: str, tmp_path: Path, ray_folder: dict[str, str]) -> None:  # noqa: F811
     """The data is read by the run's processes only."""
-    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
+    (tmp_path / "bad.jsonl").write_text('{"messages": [{"role": 7}]}\n')
     words = [
         SFT,
         file,
