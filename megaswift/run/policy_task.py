@@ -464,14 +464,14 @@ def check_rollout_files(plan: RunPlan, total_steps: int) -> None:
     """Check the folders that `rollout_files` names before the model is built. Collective.
 
     Raises:
-        ConfigError: The folder is another run's, or too few generations are in it.
+        ConfigError: The folder is another run's, or its generations do not fit this run.
         CheckpointError: A recorded generation is damaged.
     """
     _, reader = rollout_files(plan)
     if reader is not None:
         settings = rl_settings(plan.cfg, plan.layout.dp)
         needed = math.ceil(total_steps / settings.steps)
-        distributed.run_on_rank0(lambda: reader.check(needed, settings.generation))
+        distributed.run_on_rank0(lambda: reader.check(needed, settings.generation, settings.temperature))
 
 
 def teacher_scores(plan: RunPlan, collator: RolloutCollator, geometry: LoaderGeometry) -> TeacherScores | None:

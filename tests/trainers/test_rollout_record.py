@@ -179,6 +179,7 @@ def test_mistakes_are_told_before_the_first_step(folder: Path, tmp_path: Path) -
         ("long", ("--replay_rollouts", saved, "--max_steps", 9), "has 3 generations, and the run takes 5"),
         ("size", ("--replay_rollouts", saved, "--generation_batch_size", 8), "16 completions a generation"),
         ("seed", ("--replay_rollouts", saved, "--seed", 5), "answers row"),
+        ("temperature", ("--replay_rollouts", saved, "--temperature", 0.5), "--temperature 1.0"),
         ("held-out", ("--replay_rollouts", saved, "--split_dataset_ratio", 0.2), "held-out prompts"),
     ):
         with pytest.raises(RankError) as error:
@@ -223,7 +224,7 @@ def rollouts(length: int = 100) -> Generation:
         for i, (p, c) in enumerate(zip(prompts, answers, strict=True))
     ]
     places, asked = (0, 1, 6, 7), tuple(p.token_ids for p in prompts)
-    return Generation(4, 2, places, (1, 2, 3, 2**62), asked, tuple(found), (8, 9, 3, 11))
+    return Generation(4, 2, places, (1, 2, 3, 2**62), asked, tuple(found), (8, 9, 3, 11), 0.7)
 
 
 def test_a_generation_comes_back(tmp_path: Path) -> None:
@@ -299,20 +300,30 @@ def test_generations_that_do_not_follow_each_other(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path, resumed=False)
     for number in (0, 2, 4):
         writer.write(replace(rollouts(), number=number))
-    RolloutReader(tmp_path).check(3, 4)
+    RolloutReader(tmp_path).check(3, 4, 0.7)
     files = recorded_files(tmp_path)
     files[4].rename(tmp_path / "generation-000005.safetensors")
     with pytest.raises(CheckpointError, match="generation-000005.*it is generation 4"):
-        RolloutReader(tmp_path).check(3, 4)
+        RolloutReader(tmp_path).check(3, 4, 0.7)
     (tmp_path / "generation-000005.safetensors").unlink()
     for number in (6, 8):
         writer.write(replace(rollouts(), number=number))
-    RolloutReader(tmp_path).check(2, 4)
+    RolloutReader(tmp_path).check(2, 4, 0.7)
     with pytest.raises(ConfigError, match="lacks generation 4"):
-        RolloutReader(tmp_path).check(3, 4)
+        RolloutReader(tmp_path).check(3, 4, 0.7)
     save_file({}, files[0], {"format": "megaswift rollouts 9"})
     with pytest.raises(CheckpointError, match="generation-000000.*'megaswift rollouts 9'"):
-        RolloutReader(tmp_path).check(2, 4)
+        RolloutReader(tmp_path).check(2, 4, 0.7)
+
+
+def test_another_temperature_is_refused(tmp_path: Path) -> None:
+    """Log-probabilities would be those of another distribution; records without a temperature are taken as they are."""
+    writer = RolloutWriter(tmp_path, resumed=False)
+    writer.write(replace(rollouts(), number=0))
+    with pytest.raises(ConfigError, match="was sampled at temperature 0.7, and the run has 1.0\n.*--temperature 0.7"):
+        RolloutReader(tmp_path).check(1, 4, 1.0)
+    writer.write(replace(rollouts(), number=0, temperature=None))
+    RolloutReader(tmp_path).check(1, 4, 1.0)
 
 
 def test_a_record_of_the_first_format_is_read(tmp_path: Path) -> None:
@@ -323,7 +334,7 @@ def test_a_record_of_the_first_format_is_read(tmp_path: Path) -> None:
     with safe_open(path, "np") as file:
         state = json.loads(file.metadata()["record"])
         tensors = {name: file.get_tensor(name) for name in file.keys() if name != "further_tokens"}  # noqa: SIM118
-    del state["further"], state["drawn"]
+    del state["further"], state["drawn"], state["temperature"]
     state["conversations"][1]["untrained"] = 5
     text = json.dumps(state)
     header = {"format": "megaswift rollouts 1", "record": text, "sha256": record._checksum(tensors, text)}
@@ -354,7 +365,7 @@ def test_damage_is_named(at: float, tmp_path: Path) -> None:
     content[int(at * len(content))] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="generation-000004"):
-        RolloutReader(tmp_path).check(1, 4)
+        RolloutReader(tmp_path).check(1, 4, 0.7)
     path.write_bytes(content[: int(at * len(content))])
     with pytest.raises(CheckpointError, match="generation-000004"):
-        RolloutReader(tmp_path).check(1, 4)
+        RolloutReader(tmp_path).check(1, 4, 0.7)

@@ -50,6 +50,8 @@ class Generation:
     rollouts: tuple[ScoredCompletion, ...]
     drawn: tuple[int, ...] = ()
     """The place of each prompt of its draws in the endless order of prompts."""
+    temperature: float | None = None
+    """Of the sampler, at which log-probabilities are compared; None in records that do not have it."""
 
 
 class RolloutWriter:
@@ -84,15 +86,16 @@ class RolloutReader:
         self.what = f"--replay_rollouts {folder}"
         self.files = recorded_files(folder)
 
-    def check(self, needed: int, size: int) -> None:
+    def check(self, needed: int, size: int, temperature: float) -> None:
         """Read every file.
 
         Args:
             needed: Generations that the run takes.
             size: Completions of each.
+            temperature: Of the run.
 
         Raises:
-            ConfigError: They have another size, are fewer, or one of them is missing.
+            ConfigError: They have another size or temperature, are fewer, or one of them is missing.
             CheckpointError: A file is damaged.
         """
         if not self.files:
@@ -106,6 +109,9 @@ class RolloutReader:
                 rule = f"has {found} completions a generation, and the run takes {size}"
                 fix = "the batch sizes, --num_generations and --num_iterations of the recorded run"
                 raise ConfigError(Problem(self.what, rule, fix))
+            if state.get("temperature") not in (None, temperature):
+                rule = f"was sampled at temperature {state['temperature']}, and the run has {temperature}"
+                raise ConfigError(Problem(self.what, rule, f"--temperature {state['temperature']}"))
         if len(self.files) < needed:
             rule = f"has {len(self.files)} generations, and the run takes {needed}"
             raise ConfigError(Problem(self.what, rule, "a smaller --max_steps, or the folder of --save_rollouts"))
@@ -173,7 +179,7 @@ def generation_of(
         )
     head = (state["number"], state["draws"], tuple(state["places"]), tuple(state["seeds"]))
     asked = tuple(tuple(prompts[k]) for k in state["prompt"])
-    return Generation(*head, asked, tuple(rollouts), tuple(state.get("drawn", ())))
+    return Generation(*head, asked, tuple(rollouts), tuple(state.get("drawn", ())), state.get("temperature"))
 
 
 def _completions(state: Mapping[str, Any]) -> Iterator[Completion]:
@@ -228,6 +234,7 @@ def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any
         "places": [*generation.places],
         "drawn": [*generation.drawn],
         "seeds": [*generation.seeds],
+        "temperature": generation.temperature,
         "rows": [r.prompt.number for r in rollouts],
         "prompt": prompt,
         "prompt_lengths": [len(ids) for ids in asked],

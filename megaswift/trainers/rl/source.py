@@ -226,7 +226,8 @@ class RolloutSource:
         if self.parts.record is not None:
             asked = tuple(taken[place].token_ids for place in places)
             drawn = tuple(seeds[place] for place in places)
-            generation = Generation(number, self.generations - number, places, drawn, asked, found, tuple(drawn_places))
+            head = (number, self.generations - number, places, drawn, asked)
+            generation = Generation(*head, found, tuple(drawn_places), settings.temperature)
             distributed.run_on_rank0(partial(self.parts.record.write, generation))
         return [*found]
 
