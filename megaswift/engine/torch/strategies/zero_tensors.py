@@ -8,7 +8,7 @@ that are gone round:
   padded part do it.
 - `safe_set_full_fp32_param` writes the fp32 master only; the weights that the next forward pass reads stay as they
   were, so they are written here too.
-- Optimizer state does not exist before the first step, and `safe_get_full_optimizer_state` then fails;
+- Optimizer state does not exist before the first step, and the calls that read it then fail;
   `initialize_missing_states` makes it.
 """
 
