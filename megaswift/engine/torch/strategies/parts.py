@@ -54,5 +54,5 @@ def joined(parts: Sequence[Part], group: Any, device: torch.device, to: Receiver
         dist.gather(own, list(rows) or None, dst=0, group=group)
     for part, start in zip(parts, ends, strict=False) if len(rows) else ():
         size = part.size * part.values.element_size()
-        flat = rows[:, start : start + size].view(part.values.dtype).flatten()
+        flat = rows[:, start : start + size].view(part.values.dtype).contiguous().flatten()
         yield flat[: math.prod(part.shape)].view(*part.shape)

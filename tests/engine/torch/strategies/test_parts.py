@@ -42,7 +42,12 @@ def gathered(rank: int, world: int, replicas: int) -> Any:
         own = tensor[rows * group.rank() : rows * (group.rank() + 1)]
         parts.append(Part(own.flatten(), rows * tensor[0].numel(), tensor.shape))
     cpu = torch.device("cpu")
-    found = {to: [t.clone() for t in joined(parts, group, cpu, to)] for to in ("rank0", "replicas", "all")}
+    found: dict[str, list[Tensor]] = {}
+    for to in ("rank0", "replicas", "all"):
+        found[to] = []
+        for tensor in joined(parts, group, cpu, to):
+            assert tensor.stride() == torch.empty(tensor.shape).stride(), "an element alone is viewed as bytes too"
+            found[to].append(tensor.clone())
     dist.barrier()
     return found
 
