@@ -181,7 +181,7 @@ def measured_seconds(folder: Path) -> list[float]:
 
 
 def _answer(worker: subprocess.Popen[str]) -> str:
-    """What a worker says after READY; libraries print lines of their own."""
+    """Return the text of a worker after READY; libraries print lines of their own."""
     assert worker.stdout is not None
     for line in worker.stdout:
         if line.startswith(READY):

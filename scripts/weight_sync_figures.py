@@ -59,7 +59,7 @@ HEAD = """| model, layout | rank | each tensor alone | in buckets, to every rank
 
 @dataclass
 class Count:
-    """What one rank does in a sync."""
+    """The work of one rank in a sync."""
 
     messages: int = 0
     """Sends, receptions and collectives."""

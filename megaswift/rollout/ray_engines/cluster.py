@@ -29,7 +29,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What the engines of a run are."""
+    """The engines of a run: how many, with which hardware and settings."""
 
     backend: str
     """`--rollout_backend`."""

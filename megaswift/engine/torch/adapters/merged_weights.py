@@ -117,8 +117,7 @@ class MergedAdapterWeights:
         return [*self.plain, *self.packed, *self.adapted]
 
     def buffers(self, bare: nn.Module) -> dict[str, Tensor]:
-        """What a checkpoint of the model holds that is no parameter, and no part of an adapter or of quantized
-        weights."""
+        """Return the buffers of a checkpoint that belong neither to an adapter nor to quantized weights."""
         own_buffers = {name for name, _ in bare.named_buffers()}
         return {
             name_without_adapters(name): tensor

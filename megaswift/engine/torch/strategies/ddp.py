@@ -133,7 +133,7 @@ class DdpStrategy:
         return [self.local(self.parameters[name].data) for name in names]
 
     def place(self, name: str, kind: str) -> Tensor:
-        """Where this rank keeps its part."""
+        """Return the tensor that holds this rank's part."""
         parameter = self.parameters[name]
         if kind == WEIGHT:
             return parameter.data

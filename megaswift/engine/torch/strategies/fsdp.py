@@ -52,7 +52,7 @@ class FsdpOptions:
 
     @classmethod
     def of(cls, options: EngineBackendConfig, machines: int) -> FsdpOptions:
-        """What the options ask for on so many machines; `layers` are the classes that they name."""
+        """Read the options for a run on so many machines; `layers` are the classes that they name."""
         words = {*options.fsdp}
         return cls(
             frozenset(options.fsdp_transformer_layer_cls_to_wrap),

@@ -95,7 +95,7 @@ EMBEDDING_ADAPTER_RATE = 1e-6
 
 
 def lr_multiplier(name: str, parameter: Tensor, optim: OptimConfig) -> float:
-    """What the learning rate is multiplied by: 1, but under LoRA+ (arXiv:2402.12354) for B, vectors and adapters on
+    """Return the factor of the learning rate: 1, but under LoRA+ (arXiv:2402.12354) for B, vectors and adapters on
     embeddings, as PEFT's `create_loraplus_optimizer` groups them, and for parts of a vision-language model that have a
     rate of their own."""
     own = {VIT: optim.vit_lr, ALIGNER: optim.aligner_lr}.get(getattr(parameter, "vision_part", ""))
