@@ -27,6 +27,7 @@ from megaswift.models.options.checks import MODEL_SOURCE_CLASHES, MODEL_SOURCE_I
 from megaswift.options.tasks import RL
 from megaswift.options.values import option_value_text
 from megaswift.parallel.options.checks import MODEL_CLASHES
+from megaswift.rollout.options.placement import sglang_engine_problems
 from megaswift.rollout.options.vllm_engine import vllm_sampler_problems
 from megaswift.trainers.distillation.options.checks import DISTILLATION_CLASHES, DISTILLATION_IGNORED
 from megaswift.trainers.options.batch_sizes import batch_problems
@@ -89,6 +90,7 @@ def broken_option_rules(c: Sections, labels: Mapping[str, str], wrong: frozenset
         *_batch(c, labels, wrong),
         *fsdp_file.fsdp_file_options(c).problems,
         *vllm_sampler_problems(c.vllm),
+        *sglang_engine_problems(c.placement),
         *loss_scale_problems(c, labels, wrong),
     ]
 

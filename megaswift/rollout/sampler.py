@@ -89,7 +89,7 @@ class SamplerOptions:
     seed_requests: bool = True
     """Whether vLLM gets the seed of each completion."""
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's engine in this process, under vLLM's names."""
+    """Further arguments of vLLM's engine, or of the SGLang server of an engine on Ray, under their own names."""
     base_urls: tuple[str, ...] = ()
     """Server URLs; prompts are distributed over them, weights are synced to each."""
     timeout: float = 600.0

@@ -502,7 +502,7 @@ def sampler_options(
             cfg.placement.sampler_engines,
         ),
         tensor_parallel_size=cfg.vllm.vllm_tensor_parallel_size,
-        engine_arguments=cfg.vllm.engine_arguments,
+        engine_arguments=cfg.vllm.engine_arguments | cfg.placement.sglang_arguments,
         base_urls=rollout.rollout_server_url,
         timeout=rollout.rollout_server_timeout,
         sync_folder=sync,

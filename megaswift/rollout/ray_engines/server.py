@@ -127,6 +127,12 @@ def sglang_words(folder: Path, options: SamplerOptions) -> list[str]:
     words += ["--trust-remote-code"] if options.trust_remote_code else []
     if options.lora_rank:
         words += ["--enable-lora", "--max-lora-rank", str(options.lora_rank), "--lora-target-modules", "all"]
+    for name, value in options.engine_arguments.items():
+        if value is False:
+            continue  # its switches are off until they are named
+        words.append(f"--{name.replace('_', '-')}")
+        for word in value if isinstance(value, list) else [] if value is True else [value]:
+            words.append(word if isinstance(word, str) else json.dumps(word))
     return words
 
 

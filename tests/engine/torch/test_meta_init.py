@@ -7,6 +7,7 @@ Covers: megaswift/engine/torch/conversions.py, megaswift/engine/torch/weights.py
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -152,3 +153,10 @@ def test_a_real_model_hands_its_weights_over() -> None:
     assert taken.keys() == before.keys() and all(torch.equal(taken[n], t) for n, t in before.items())
     assert module["a"].weight is module["b"].weight and meta_init.is_unallocated(plain.weight)
     assert plain.weight.shape == (5, 3) and plain.weight.untyped_storage().nbytes() == 4
+
+
+def test_only_modules_of_the_thread_that_builds_are_empty() -> None:
+    """Another thread builds a module meanwhile."""
+    with ThreadPoolExecutor(1) as other, meta_init.init_empty_weights():
+        here, there = torch.nn.Linear(2, 2), other.submit(torch.nn.Linear, 2, 2).result()
+    assert here.weight.is_meta and not there.weight.is_meta

@@ -15,6 +15,8 @@ from megaswift.rollout.ray_engines.cluster import EngineGroup, EngineSettings
 
 ONE = threading.Lock()
 """Models are built one at a time: that patches torch for the whole process."""
+STARTED: list[Actor] = []
+"""Those whose threads have not ended."""
 
 
 class Reference:
@@ -38,6 +40,7 @@ class Actor:
         self.random = random.Random(seed)
         self.thread = ThreadPoolExecutor(1)
         self.control = ThreadPoolExecutor(1)
+        STARTED.append(self)
 
     def __getattr__(self, name: str) -> Any:
         def remote(*arguments: Any, control: bool = False) -> Reference:
@@ -62,6 +65,15 @@ class Actor:
             self.inner = self.make()
             raise ActorUnavailableError("restarting", None) if name == "ready" else ActorDiedError
         return result
+
+
+def end_actors(monkeypatch: Any) -> None:
+    """Make no more calls, and wait for those under way: no thread of a test goes on beside the next one."""
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    while STARTED:
+        actor = STARTED.pop()
+        actor.thread.shutdown()
+        actor.control.shutdown()
 
 
 def engine_group(settings: EngineSettings, monkeypatch: Any, ends: float = 0.0) -> EngineGroup:

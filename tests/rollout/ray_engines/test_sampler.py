@@ -6,6 +6,7 @@ Covers: megaswift/rollout/ray_engines/sampler.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from megaswift.rollout.sampler import (
     SinglePromptSampler,
 )
 from tests.parity.lora import ATTENTION, MLP, make_adapter
-from tests.rollout.ray_engines.actors import Reference, engine_group
+from tests.rollout.ray_engines.actors import Reference, end_actors, engine_group
 from tests.rollout.test_transformers import weights
 from tests.trainers.inputs import write_model
 
@@ -43,6 +44,13 @@ NONE = Completion((), (), False)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("engines") / "model")
+
+
+@pytest.fixture(autouse=True)
+def actors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Actors end before what their calls need is undone."""
+    yield
+    end_actors(monkeypatch)
 
 
 def settings(model: Path, folder: Path, engines: int = 3, **more: Any) -> EngineSettings:

@@ -75,8 +75,13 @@ def test_the_commands_of_servers() -> None:
         *("--limit-mm-per-prompt", '{"image": 2}'),
     ]
     assert "--max-model-len" not in vllm_words(Path("m"), more)
-    assert sglang_words(Path("m"), more)[:4] == ["sglang.launch_server", "--model-path", "m", "--dtype"]
-    assert "--enable-deterministic-inference" in sglang_words(Path("m"), more)
+    assert sglang_words(Path("m"), OPTIONS)[:4] == ["sglang.launch_server", "--model-path", "m", "--dtype"]
+    assert "--enable-deterministic-inference" in sglang_words(Path("m"), OPTIONS)
+    given = {"device": "cpu", "disable_cuda_graph": True, "enable_metrics": False, "cuda_graph_bs": [1, 2]}
+    of_sglang = SamplerOptions(engine_arguments={**given, "mem_fraction_static": 0.5})
+    assert sglang_words(Path("m"), of_sglang)[-8:] == [
+        *("--device", "cpu", "--disable-cuda-graph", "--cuda-graph-bs", "1", "2", "--mem-fraction-static", "0.5")
+    ]
 
 
 def begun(folder: Path, text: str) -> subprocess.Popen[str]:

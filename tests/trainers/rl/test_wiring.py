@@ -435,6 +435,7 @@ ELSEWHERE = {
     "offload_optimizer": "test_colocated",
     "sampler_engines": "test_ray_engines_run",
     "cpus_per_engine": "../run/checks/test_placement",
+    "sglang_engine_kwargs": "test_ray_engines_run",
     "environment_placement": "test_environment_workers_run",
     "environment_workers": "test_environment_workers_run",
     "rollout_lora": "../run/checks/test_adapter_sync",
