@@ -13,13 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megaswift.engine.protocol import Receivers
 from megaswift.parallel.layout import Layout
-from megaswift.simulator.calls import Call, Trace
-from megaswift.simulator.groups import register, use_torch_collectives
-from megaswift.simulator.rank import start_group
+from megaswift.simulator.calls import Call
+from tests.engine.streaming import ALL, start_counting, streamed
 from tests.parity.cases import Case
-from tests.rank_recorder.counted_gloo_group import CountedGlooGroup
-
-ALL: tuple[Receivers, ...] = ("rank0", "replicas", "all")
 
 
 @dataclass(frozen=True)
@@ -52,14 +48,9 @@ class Streamed:
 
 def stream(rank: int, world: int, job: Streams) -> Streamed:
     """Stream the weights of a folder; adapters have values that no other layout changes."""
-    from megaswift.engine import buckets
     from tests.parity.measure import build
 
-    trace = Trace(rank)
-    register(trace, range(world), CountedGlooGroup)  # type: ignore[arg-type]
-    use_torch_collectives()
-    start_group(rank, world, dist.FileStore(str(job.store), -1))
-    buckets.HOST_BUCKET = job.limit
+    trace = start_counting(rank, world, job.store, job.limit)
     held = _count_buffers()
     engine, _ = build(job.case, job.folder, world, **job.options)
     if engine.lora is not None:
@@ -69,11 +60,8 @@ def stream(rank: int, world: int, job: Streams) -> Streamed:
         out.stages += [engine.weights.stage_of(group.entries[0])]
         out.sizes += [4 * sum(torch.Size(shape).numel() for shape in group.entries[0].hf_shapes)]
     for to in job.to:
-        before = len(trace.calls)
-        pairs = [(name, tensor.clone()) for name, tensor in engine.hf_weights(to=to)]
-        out.weights[to] = dict(pairs)
-        out.order = out.order or [name for name, _ in pairs]
-        out.calls[to] = trace.calls[before:]
+        out.weights[to], out.calls[to] = streamed(engine, to, trace)
+        out.order = out.order or [*out.weights[to]]
     out.most_held = held[0]
     dist.barrier()
     return out

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from megaswift.engine.protocol import Receivers
 from megaswift.parallel.layout import Layout
-from tests.engine.megatron.streaming_ranks import ALL, Streamed, Streams, receivers
+from tests.engine.megatron.streaming_ranks import Streamed, Streams, receivers
+from tests.engine.streaming import ALL
 from tests.parity.cases import Case, parse
 from tests.parity.models import build
 from tests.parity.pool import shared

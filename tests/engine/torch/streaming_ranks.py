@@ -11,17 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megaswift.engine.protocol import Receivers
 from megaswift.losses.sft import CrossEntropy
-from megaswift.simulator.calls import Call, Trace
-from megaswift.simulator.groups import register, use_torch_collectives
-from megaswift.simulator.rank import start_group
+from megaswift.simulator.calls import Call
+from tests.engine.streaming import ALL, start_counting, streamed
 from tests.parity.cases import Case, global_batch, own
 from tests.parity.measure import recipe_options
 from tests.parity.oracle import Recipe
-from tests.rank_recorder.counted_gloo_group import CountedGlooGroup
-
-ALL: tuple[Receivers, ...] = ("rank0", "replicas", "all")
 
 
 @dataclass(frozen=True)
@@ -50,20 +45,12 @@ class Streamed:
 
 def stream(rank: int, world: int, job: Streams) -> Streamed:
     """Take a step, so that weights and their float32 copies in the optimizer differ, and stream."""
-    from megaswift.engine import buckets
-
-    trace = Trace(rank)
-    register(trace, range(world), CountedGlooGroup)  # type: ignore[arg-type]
-    use_torch_collectives()
-    start_group(rank, world, dist.FileStore(str(job.store), -1))
-    buckets.HOST_BUCKET = job.limit
+    trace = start_counting(rank, world, job.store, job.limit)
     engine = opened(job, world)
     engine.train_batch(own(global_batch(job.case, 2), world, rank), CrossEntropy(), 1e-3)
     out = Streamed()
     for to in ALL:
-        before = len(trace.calls)
-        out.weights[to] = {name: tensor.clone() for name, tensor in engine.hf_weights(to=to, on_device=True)}
-        out.calls[to] = trace.calls[before:]
+        out.weights[to], out.calls[to] = streamed(engine, to, trace)
     out.alone = {name: gathered_alone(engine, name, p) for name, p in engine.fields.named_parameters()}
     if engine.adapts:
         before = len(trace.calls)

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.engine.torch.streaming_ranks import ALL, Streamed, Streams
+from tests.engine.streaming import ALL
+from tests.engine.torch.streaming_ranks import Streamed, Streams
 from tests.parity.cases import parse
 from tests.parity.models import build
 from tests.parity.pool import shared

@@ -55,4 +55,4 @@ def joined(parts: Sequence[Part], group: Any, device: torch.device, to: Receiver
     for part, start in zip(parts, ends, strict=False) if len(rows) else ():
         size = part.size * part.values.element_size()
         flat = rows[:, start : start + size].view(part.values.dtype).contiguous().flatten()
-        yield flat[: math.prod(part.shape)].view(*part.shape)
+        yield flat[: math.prod(part.shape)].view(torch.Size(part.shape))

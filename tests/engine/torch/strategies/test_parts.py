@@ -16,8 +16,8 @@ from tests.parity.pool import Pool
 
 pytestmark = pytest.mark.process
 
-SHAPES = ((7, 3), (1,), (4, 2, 5), (2,), (12, 1), (9,))
-"""On 3 ranks: a shorter last part, two empty ones, even parts."""
+SHAPES = ((7, 3), (1,), (4, 2, 5), (2,), (12, 1), (9,), ())
+"""On 3 ranks: a shorter last part, two empty ones, even parts; a number."""
 
 
 def drawn() -> list[Tensor]:
@@ -38,9 +38,10 @@ def gathered(rank: int, world: int, replicas: int) -> Any:
     group = mesh.get_group("shard")
     parts = []
     for tensor in drawn():
-        rows = -(-len(tensor) // group.size())
-        own = tensor[rows * group.rank() : rows * (group.rank() + 1)]
-        parts.append(Part(own.flatten(), rows * tensor[0].numel(), tensor.shape))
+        cut = tensor.reshape(tensor.shape or 1)
+        rows = -(-len(cut) // group.size())
+        own = cut[rows * group.rank() : rows * (group.rank() + 1)]
+        parts.append(Part(own.flatten(), rows * cut[0].numel(), tensor.shape))
     cpu = torch.device("cpu")
     found: dict[str, list[Tensor]] = {}
     for to in ("rank0", "replicas", "all"):
