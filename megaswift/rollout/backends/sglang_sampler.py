@@ -29,6 +29,8 @@ OLDEST = (0, 5, 9)
 """First release whose seeded sampling follows the probabilities; the hash of earlier releases is far from uniform."""
 CONTEXT_MARGIN = 4
 """Tokens by which the context length exceeds `max_req_input_len`, the longest prompt that a server reports."""
+UNUSED = 2
+"""Last tokens of the context length that a server never uses."""
 
 
 def missing(options: SamplerOptions) -> list[Problem]:
@@ -88,7 +90,7 @@ class SglangServerSampler(ServerSampler):
             Problem(
                 server.base_url,
                 f"context length is {room}, but prompt and completion may have {wanted} tokens",
-                f"--max_length {room}, or {server.start} --context-length {wanted + 2}",
+                f"--max_length {room}, or {server.start} --context-length {wanted + UNUSED}",
             )
         )
 

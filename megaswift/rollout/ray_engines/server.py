@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.errors import Problem
+from megaswift.rollout.backends.sglang_sampler import UNUSED
 from megaswift.rollout.sampler import SamplerOptions
 from megaswift.rollout.server_client import SamplingServer, ServerError
 from megaswift.rollout.vllm_package import max_lora_rank_for
@@ -123,7 +124,7 @@ def sglang_words(folder: Path, options: SamplerOptions) -> list[str]:
     """Return the arguments of `python -m` that start SGLang's server."""
     words = ["sglang.launch_server", "--model-path", str(folder), "--dtype", options.dtype]
     words += ["--enable-deterministic-inference", "--max-running-requests", str(options.batch_size)]
-    words += ["--context-length", str(options.max_length)] if options.max_length else []
+    words += ["--context-length", str(options.max_length + UNUSED)] if options.max_length else []
     words += ["--trust-remote-code"] if options.trust_remote_code else []
     if options.lora_rank:
         words += ["--enable-lora", "--max-lora-rank", str(options.lora_rank), "--lora-target-modules", "all"]
@@ -148,5 +149,9 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 SERVER_WORDS = {"vllm": vllm_words, "sglang": sglang_words}
 """Backend -> the arguments that start its server."""
-SERVER_VARIABLES = {"vllm": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}}
-"""Backend -> environment variables that its server needs for weight sync."""
+SERVER_VARIABLES = {
+    "vllm": {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"},
+    "sglang": {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
+}
+"""Backend -> environment variables of its server. vLLM's permit weight sync; SGLang's permits a context length that is
+longer than the model's, by the tokens that are never used."""

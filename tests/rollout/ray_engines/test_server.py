@@ -77,6 +77,7 @@ def test_the_commands_of_servers() -> None:
     assert "--max-model-len" not in vllm_words(Path("m"), more)
     assert sglang_words(Path("m"), OPTIONS)[:4] == ["sglang.launch_server", "--model-path", "m", "--dtype"]
     assert "--enable-deterministic-inference" in sglang_words(Path("m"), OPTIONS)
+    assert sglang_words(Path("m"), OPTIONS)[-2:] == ["--context-length", "98"], "the last two tokens are not used"
     given = {"device": "cpu", "disable_cuda_graph": True, "enable_metrics": False, "cuda_graph_bs": [1, 2]}
     of_sglang = SamplerOptions(engine_arguments={**given, "mem_fraction_static": 0.5})
     assert sglang_words(Path("m"), of_sglang)[-8:] == [
