@@ -16,8 +16,10 @@ import pytest
 from tests.parity.pool import Pool, close_shared, shared
 
 TE = (
+    "engine/megatron/optim/test_clipping.py",
     "engine/megatron/test_clip_and_skip_in_update.py",
     "memory/test_activation_bytes.py",
+    "memory/test_state_bytes.py",
     "memory/test_weight_gradient_optimizer_bytes.py",
     "net/test_layouts.py",
     "parity/test_capacity.py",
@@ -28,12 +30,14 @@ TE = (
     "parity/test_fp8_weights.py",
     "parity/test_gradient_accumulation_fusion.py",
     "parity/test_lora_te.py",
+    "parity/test_mtp.py",
     "parity/test_prefix_sharing.py",
     "parity/test_te.py",
     "parity/test_te_families.py",
     "parity/test_tp_comm_overlap.py",
     "placement/test_placement.py",
     "te/test_attention_backend.py",
+    "te/test_cross_entropy.py",
     "te/test_fp8_tensor_parallel.py",
     "te/test_ranks_without_tokens.py",
     "te/test_resume.py",
