@@ -22,6 +22,7 @@ from megaswift.bisection.trace_folder import (
     RECOMPUTED,
     WEIGHT,
 )
+from megaswift.log import count_text
 from megaswift.parallel.layout import Layout
 
 NAMED = {
@@ -126,7 +127,7 @@ def verdict_text(verdict: Verdict, layout: Layout) -> str:
 
 def screen(found: Comparison, layout: Layout, against: str) -> str:
     """The answer, on one screen."""
-    count = f"{len(found.verdicts)} tensors of {layout.world_size} ranks against {against}"
+    count = f"{len(found.verdicts)} tensors of {count_text(layout.world_size, 'rank')} against {against}"
     lines = [f"compared {count}, {layout.describe()}"]
     first = found.first
     if first is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -124,7 +124,7 @@ class GivenOptions:
 def unknown_option_problem(
     given: GivenOptionValue,
     known: Mapping[str, str],
-    sections: Iterable[str],
+    sections: Collection[str],
     command: str | None = None,
     fix: str = "",
 ) -> Problem:
@@ -142,6 +142,8 @@ def unknown_option_problem(
         )
         names = [*sections, *known]
         return Problem(given.spelling.rstrip(":"), rule, fix or did_you_mean_hint(given.name, names) or last)
+    if given.name in sections:
+        return Problem(given.label, "is a section, and no option", fix or "options of the section, indented, below it")
     positive = given.name.removeprefix("no_")
     if not fix and positive != given.name and positive in known:
         fix = f"--{positive} false"

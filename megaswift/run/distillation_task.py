@@ -19,6 +19,7 @@ from megaswift.run.policy_task import (
     ranks_per_engine,
     sync_folder_of,
 )
+from megaswift.run.ray_roles import check_ray_room
 from megaswift.run.summary import SummaryFacts
 from megaswift.run.task import TaskData, TaskParts
 from megaswift.run.teacher import TeacherModel, build_teacher, teacher_text
@@ -43,6 +44,7 @@ class DistillationTask(DatasetTask):
 
     def read(self, plan: RunPlan) -> tuple[RunPlan, TaskData]:
         """Read tokenized rows, once the teacher's server has answered."""
+        check_ray_room(plan.cfg)
         url = plan.cfg.distillation.teacher_model_server
         k = plan.cfg.distillation.gkd_logits_topk
         if url is not None and k is not None:

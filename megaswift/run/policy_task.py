@@ -52,8 +52,9 @@ from megaswift.run.checks.adapter_sync import (
 )
 from megaswift.run.checks.prefix_sharing import shares_prefixes
 from megaswift.run.engines import RankContext, make_engine
+from megaswift.run.model_files import sampled_weights_fingerprint
 from megaswift.run.plan import RunPlan
-from megaswift.run.ray_roles import build_environment_workers, build_ray_sampler
+from megaswift.run.ray_roles import build_environment_workers, build_ray_sampler, check_ray_room
 from megaswift.run.summary import SummaryFacts, trained_parameter_share_text
 from megaswift.run.task import Task, TaskData, TaskParts
 from megaswift.run.teacher import build_teacher
@@ -66,7 +67,12 @@ from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.completions_log import CompletionsLog
 from megaswift.trainers.rl.critic import CriticTrainer
 from megaswift.trainers.rl.draw_queue import DrawQueue
-from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, is_agent_class, load_environment_class
+from megaswift.trainers.rl.environment import (
+    EnvironmentWithNamedErrors,
+    is_agent_class,
+    load_environment_class,
+    missing_column_problems,
+)
 from megaswift.trainers.rl.environment_workers import agent_error
 from megaswift.trainers.rl.evaluation import RewardEvaluationHook
 from megaswift.trainers.rl.generation import CompletionGenerator, is_sampling_rank
@@ -115,7 +121,8 @@ class PolicyTask(Task):
         cfg = plan.cfg
         reader: Any = plan.reader()
         tokenizer = tokenizer_of_tokenizer_or_processor(reader)
-        check_environment(cfg)
+        check_ray_room(cfg)
+        environment = check_environment(cfg)
         generation = generation_batch_plan(cfg, plan.layout.dp)
         source, held_out = load_prompt_splits(
             cfg.data,
@@ -128,11 +135,15 @@ class PolicyTask(Task):
         )
         vocabulary.check_dataset_token_ids([source.prompts.docs], tokenizer, plan.geometry().vocabulary)
         functions = reward_functions_of(cfg) if cfg.rollout.replay_rollouts is None else []
-        if problems := missing_reward_column_problems(functions, common_columns(source.prompts)):
+        columns = common_columns(source.prompts)
+        problems = missing_reward_column_problems(functions, columns)
+        if environment is not None:
+            problems += missing_column_problems(f"--environment {cfg.rollout.environment}", environment, columns)
+        if problems:
             raise DataError(problems)
         processor = reader if isinstance(reader, Processor) else None
         total = count_steps(cfg.train, source)
-        check_rollout_files(plan, total)
+        check_rollout_files(plan, total, source)
         return plan, TaskData(source, None, held_out or [], tokenizer, processor, total)
 
     def attach(self, plan: RunPlan, data: TaskData, engine: Engine, rate: Rate) -> TaskParts:
@@ -163,22 +174,24 @@ class PolicyTask(Task):
         )
 
 
-def check_environment(cfg: SwiftConfig) -> None:
-    """Load the environment's class before the model is built. ConfigError where that fails, or where it is an agent
-    that cannot be led there."""
+def check_environment(cfg: SwiftConfig) -> Any:
+    """Load the environment's class before the model is built, and return it; None where the run needs none. ConfigError
+    where that fails, or where it is an agent that cannot be led there."""
     text = cfg.rollout.environment
     if text is None or cfg.rollout.replay_rollouts is not None:
-        return
+        return None
     flag = f"--environment {text}"
     apart = cfg.placement.environment_placement == ON_CPUS
     if apart and is_adapted(text):
         rule = "has servers or an endpoint of its own, which Ray does not place"
         raise ConfigError(Problem(flag, rule, "leave out --environment_placement cpu"))
-    agent = is_agent_class(load_environment_class(text))
+    environment = load_environment_class(text)
+    agent = is_agent_class(environment)
     if agent and apart:
         raise agent_error(flag)
     if agent:
         check_endpoint_packages(flag)
+    return environment
 
 
 def common_columns(prompts: IndexedPrompts) -> frozenset[str]:
@@ -198,16 +211,22 @@ def add_rl_summary_rows(
         samplers = f"{count_text(cfg.placement.sampler_engines, 'engine')} on Ray"
     shared = ranks_per_engine(cfg)
     at_once = rollout_batch_size(cfg.rollout, cfg.data.max_length, cfg.model.torch_dtype, plan.spec)
-    sampling = (
+    completions = (
         f"{count_text(generation.generations, 'completion')} for each of {count_text(generation.prompts, 'prompt')} "
-        f"at a time, up to {cfg.rollout.max_completion_length} tokens, "
+        f"at a time"
+    )
+    sampling = (
+        f"{completions}, up to {cfg.rollout.max_completion_length} tokens, "
         f"by {cfg.rollout.rollout_backend} on {samplers}"
         f"{f', {shared} per engine' if shared > 1 else ''}, {at_once} at once, "
         f"for {count_text(generation.steps, 'step')}"
     )
+    if cfg.rollout.replay_rollouts is not None:
+        sampling = f"{completions}, read from {cfg.rollout.replay_rollouts}, for {count_text(generation.steps, 'step')}"
     rows = source.rows * generation.generations * generation.iterations
     more = (
         ("sampling", sampling),
+        *queue_summary_rows(cfg, generation.steps),
         *facts.more,
         *weight_sync_summary_rows(plan),
         ("rewards", rewards_text(cfg)),
@@ -216,13 +235,34 @@ def add_rl_summary_rows(
     return replace(facts, rows_per_epoch=rows, more=more)
 
 
+def queue_summary_rows(cfg: SwiftConfig, steps: int) -> Iterator[tuple[str, str]]:
+    """Describe how completions are sampled during training, and where they are kept; `steps`: those of a
+    generation."""
+    rollout = cfg.rollout
+    if rollout.replay_rollouts is None and (bound := max_staleness_of(cfg, steps)):
+        parts = [f"sampling goes on during training, at most {count_text(bound, 'step')} behind"]
+        if rollout.partial_rollouts:
+            parts.append("new weights interrupt completions")
+        if rollout.staleness_strategy == "drop":
+            parts.append("draws that become too old are dropped")
+        yield "queue", "; ".join(parts)
+    if rollout.save_rollouts is not None:
+        yield "rollouts", f"written to {rollout.save_rollouts}"
+
+
 def rewards_text(cfg: SwiftConfig) -> str:
     """List the sources of rewards, each with its weight."""
+    if cfg.rollout.replay_rollouts is not None and not advantage_estimator_entry_of(cfg).teacher:
+        return f"as recorded in {cfg.rollout.replay_rollouts}"
     if advantage_estimator_entry_of(cfg).teacher:
         return f"none: advantages are log-probabilities of {cfg.distillation.teacher_model} less the model's"
     names = (*cfg.rewards.reward_funcs, *cfg.rewards.reward_model)
     weighted = [f"{name} x {weight:g}" for name, weight in zip(names, reward_weights_of(cfg.rewards), strict=True)]
-    return ", ".join([*weighted, *([f"turns of {cfg.rollout.environment}"] if cfg.rollout.environment else [])])
+    if cfg.rollout.environment:
+        workers = f", in {count_text(cfg.placement.environment_workers, 'actor')} on Ray"
+        apart = cfg.placement.environment_placement == ON_CPUS
+        weighted.append(f"turns of {cfg.rollout.environment}{workers if apart else ''}")
+    return ", ".join(weighted)
 
 
 def weight_sync_summary_rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -453,14 +493,22 @@ def rollout_files(plan: RunPlan) -> tuple[RolloutWriter | None, RolloutReader | 
     if rollout.save_rollouts is not None:
         saved = Path(rollout.save_rollouts)
         follows = plan.resumed is not None and not plan.cfg.checkpoint.ignore_data_skip
-        writer = distributed.run_on_rank0(lambda: RolloutWriter(saved, follows))
+        writer = distributed.run_on_rank0(lambda: RolloutWriter(saved, follows, start_fingerprint(plan)))
     if rollout.replay_rollouts is not None:
         read = Path(rollout.replay_rollouts)
-        reader = distributed.run_on_rank0(lambda: RolloutReader(read))
+        reader = distributed.run_on_rank0(lambda: RolloutReader(read, start_fingerprint(plan)))
     return writer, reader
 
 
-def check_rollout_files(plan: RunPlan, total_steps: int) -> None:
+def start_fingerprint(plan: RunPlan) -> str | None:
+    """Return a fingerprint of the weights that the run starts from; None where it starts from random ones, or goes on
+    from a checkpoint."""
+    if plan.cfg.model.random_init or plan.resumed is not None:
+        return None
+    return sampled_weights_fingerprint(plan.folder)
+
+
+def check_rollout_files(plan: RunPlan, total_steps: int, source: PromptSource) -> None:
     """Check the folders that `rollout_files` names before the model is built. Collective.
 
     Raises:
@@ -471,7 +519,11 @@ def check_rollout_files(plan: RunPlan, total_steps: int) -> None:
     if reader is not None:
         settings = rl_settings(plan.cfg, plan.layout.dp)
         needed = math.ceil(total_steps / settings.steps)
-        distributed.run_on_rank0(lambda: reader.check(needed, settings.generation, settings.temperature))
+
+        def prompts_at(places: Sequence[int]) -> list[Prompt]:
+            return [prompt for prompt in map(source.at, places) for _ in range(settings.draws)]
+
+        distributed.run_on_rank0(lambda: reader.check(needed, settings.generation, settings.temperature, prompts_at))
 
 
 def teacher_scores(plan: RunPlan, collator: RolloutCollator, geometry: LoaderGeometry) -> TeacherScores | None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from megaswift import distributed
 from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError
+from megaswift.launchers.options.variables import CHECKED, is_launched_worker
 from megaswift.launchers.ray_cluster import ray_address
 from megaswift.rollout.options.placement import ON_CPUS
 from megaswift.rollout.ray_engines.cluster import (
@@ -22,6 +24,7 @@ from megaswift.rollout.ray_engines.cluster import (
 )
 from megaswift.rollout.ray_engines.sampler import RaySampler, make_ray_sampler
 from megaswift.rollout.sampler import SamplerOptions
+from megaswift.run.checks.placement import ray_room_problems
 from megaswift.run.engines import RankContext
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors
 from megaswift.trainers.rl.environment_workers import place_environment_workers
@@ -38,6 +41,21 @@ def rank_samples(cfg: SwiftConfig, context: RankContext) -> bool:
     """Return whether this rank has a sampler."""
     receivers = weight_receivers(cfg.rollout.rollout_backend, cfg.placement.sampler_engines)
     return receivers == "all" or is_sampling_rank(context.coordinates)
+
+
+def check_ray_room(cfg: SwiftConfig) -> None:
+    """Ask for room on Ray where no process of ours has asked before those of the run were started, as under torchrun.
+    Collective; ConfigError where there is none."""
+    asked = cfg.launch.launcher == "ray" or CHECKED in os.environ or not is_launched_worker(os.environ)
+    if asked or not cfg.placement.on_ray:
+        return
+    world_size = distributed.global_world_size()
+
+    def check() -> None:
+        if problems := [*ray_room_problems(cfg, world_size, os.environ)]:
+            raise ConfigError(problems)
+
+    distributed.run_on_rank0(check)
 
 
 def join_ray(cfg: SwiftConfig, context: RankContext) -> RayPlace:

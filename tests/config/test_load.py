@@ -194,6 +194,10 @@ def test_wrong_flags(argv: list[str], part: str) -> None:
         ("lr: 1\nlr: 2\n", ":2 lr: 2: occurs twice in the file"),
         ("lr: 1\nlearning_rate: 2\n", ":1 lr: 1 (both set learning_rate)"),
         ("optim: {lr: 1}\nlr: 2\n", "conflicts with"),
+        (
+            "placement: 2\n",
+            "placement: 2: is a section, and no option\n    try: options of the section, indented, below it",
+        ),
         ("paralel:\n  tp: 2\n  pp: 2\n", "paralel: is not a section of options; sections are model"),
         ("kt_config:\n  a: 1\n", "try: leave it out: megaswift does not support KTransformers"),
         (

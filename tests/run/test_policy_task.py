@@ -1,4 +1,4 @@
-"""What the first screen says of rewards and of a policy's second model."""
+"""What the first screen says of rewards, of sampling during training and of a policy's second model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaswift.engine.protocol import EngineSizeReport
-from megaswift.run.policy_task import critic_summary_row, rewards_text
+from megaswift.run.policy_task import critic_summary_row, queue_summary_rows, rewards_text
 from tests.trainers.rl.makers import config
 
 
@@ -19,6 +19,29 @@ def test_rewards_on_the_screen() -> None:
     talks: dict[str, Any] = {"environment": "env.py:Guess", "max_turns": 2}
     assert rewards_text(config(**both, **talks)) == "accuracy x 1, format x 0.2, turns of env.py:Guess"
     assert rewards_text(config(reward_funcs=[], **talks)) == "turns of env.py:Guess"
+
+    apart = {"environment_placement": "cpu", "environment_workers": 3}
+    assert rewards_text(config(reward_funcs=[], **talks, **apart)) == "turns of env.py:Guess, in 3 actors on Ray"
+    assert rewards_text(config(**both, replay_rollouts="saved")) == "as recorded in saved"
+
+
+def test_the_queue_and_the_record_on_the_screen() -> None:
+    assert not [*queue_summary_rows(config(), 1)]
+    assert [*queue_summary_rows(config(async_generation=True), 2)] == [
+        ("queue", "sampling goes on during training, at most 2 steps behind")
+    ]
+    options: dict[str, Any] = {"max_staleness": 4, "partial_rollouts": True, "sampler_engines": 2}
+    assert [*queue_summary_rows(config(**options, staleness_strategy="drop", save_rollouts="saved"), 1)] == [
+        (
+            "queue",
+            (
+                "sampling goes on during training, at most 4 steps behind; new weights interrupt completions; draws "
+                "that become too old are dropped"
+            ),
+        ),
+        ("rollouts", "written to saved"),
+    ]
+    assert not [*queue_summary_rows(config(max_staleness=4, replay_rollouts="saved"), 1)]
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,32 @@ def test_a_generation_comes_back(tmp_path: Path) -> None:
         RolloutReader(tmp_path).read(9)
 
 
+def test_a_record_of_another_model_or_of_other_prompts(tmp_path: Path) -> None:
+    """Found before a model is built; a run from random weights, and an earlier record, have no fingerprint."""
+    given = replace(rollouts(), number=0)
+    RolloutWriter(tmp_path, resumed=False, weights="a1").write(given)
+    other = Prompt(1, (9,), "other", {})
+    taken = [r.prompt for r in given.rollouts[:2]] + [other] * 4 + [r.prompt for r in given.rollouts[2:]]
+    places: list[Any] = []
+
+    def prompts_at(asked: Any) -> list[Prompt]:
+        places.append([*asked])
+        return taken
+
+    for weights in ("a1", None):
+        RolloutReader(tmp_path, weights).check(1, 4, 0.7, prompts_at)
+    assert places == [[8, 9, 3, 11]] * 2
+    with pytest.raises(ConfigError, match=r"of a run that started from another model\n.*--model of the recorded run"):
+        RolloutReader(tmp_path, "b2").check(1, 4, 0.7, prompts_at)
+    taken[7] = replace(taken[7], token_ids=(5, 6))
+    with pytest.raises(ConfigError, match="completion 3 of generation 0 answers row 8; the run draws row 8, which has"):
+        RolloutReader(tmp_path, "a1").check(1, 4, 0.7, prompts_at)
+    (tmp_path / "old").mkdir()
+    RolloutWriter(tmp_path / "old", resumed=False).write(given)
+    taken[7] = taken[6]
+    RolloutReader(tmp_path / "old", "b2").check(1, 4, 0.7, prompts_at)
+
+
 def test_a_run_goes_on_where_its_record_ends(tmp_path: Path) -> None:
     """From a checkpoint of the replay: the same draws, with the same seeds, as without a record."""
     whole, replayed, rest = (source() for _ in range(3))

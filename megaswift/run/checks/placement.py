@@ -26,21 +26,48 @@ def placement_problems(cfg: SwiftConfig, world_size: int, environ: Mapping[str, 
         yield from problems
         return
     if cfg.launch.launcher == "ray" or is_launched_worker(environ):
-        return  # the launcher asks its cluster for workers and engines; the first process of a run has asked
+        return  # the launcher asks its cluster for workers and engines; `check_ray_room` asks for others' processes
+    yield from ray_room_problems(cfg, world_size, environ)
+
+
+def ray_room_problems(cfg: SwiftConfig, world_size: int, environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Report what the cluster of a run, or this machine, lacks for its engines and the workers of environments."""
     import torch
 
+    placement = cfg.placement
+    count = placement.sampler_engines or 0
     gpus = cfg.vllm.vllm_tensor_parallel_size if torch.cuda.is_available() else 0
     address = ray_address(cfg.launch, environ)
     if address != LOCAL:
-        yield from cluster_problems(address, cfg.placement, gpus)
+        yield from cluster_problems(address, placement, gpus)
         return
+    yield from local_core_problems(placement, os.cpu_count() or 1)
     free = torch.cuda.device_count() - int(environ.get("LOCAL_WORLD_SIZE", world_size))
     if gpus and free < count * gpus:
         rule = (
             f"needs {count_text(count * gpus, 'GPU')} that the trainer does not use; this machine has "
             f"{count_text(max(free, 0), 'such GPU')}"
         )
-        yield Problem(label, rule, "fewer processes or engines, or --ray_address HOST:PORT of a cluster")
+        fix = "fewer processes or engines, or --ray_address HOST:PORT of a cluster"
+        yield Problem(f"--sampler_engines {count}", rule, fix)
+
+
+def local_core_problems(placement: PlacementConfig, cores: int) -> Iterator[Problem]:
+    """Report engines, and workers of environments, for which a machine has too few cores. Each are compared alone: they
+    and the trainer share the cores."""
+    more = "or --ray_address HOST:PORT of a cluster"
+    there = f"this machine has {count_text(cores, 'core')}"
+    count = placement.sampler_engines or 0
+    each = placement.cpus_per_engine
+    if count * each > cores:
+        rule = f"needs {count_text(count * each, 'core')}, {each} per engine; {there}"
+        fits = cores // each
+        fix = f"--sampler_engines {fits}" if fits else f"--cpus_per_engine {cores}"
+        yield Problem(f"--sampler_engines {count}", rule, f"{fix}, {more}")
+    workers = placement.environment_workers
+    if placement.environment_placement == ON_CPUS and workers > cores:
+        rule = f"takes a core each; {there}"
+        yield Problem(f"--environment_workers {workers}", rule, f"--environment_workers {cores}, {more}")
 
 
 def cluster_problems(address: str, placement: PlacementConfig, gpus: int) -> list[Problem]:

@@ -73,6 +73,7 @@ from megaswift.run.checks.devices import device_dependent_option_problems
 from megaswift.run.checks.distillation import teacher_problems
 from megaswift.run.checks.fit import fit_problems
 from megaswift.run.checks.model_spec import model_spec_for_task, transformers_class_problems
+from megaswift.run.checks.placement import placement_problems
 from megaswift.run.checks.prefix_sharing import prefix_sharing_problems
 from megaswift.run.checks.rl import (
     reward_environment_and_model_problems,
@@ -119,6 +120,7 @@ def preflight(cfg: SwiftConfig, world_size: int) -> None:
             (lambda: profile_rank_problems(cfg.profiling, world_size), ConfigError),
             (lambda: missing_harness_problems(cfg), ConfigError),
             (lambda: rl_run_problems(cfg, world_size) if cfg.task in RL else [], ConfigError),
+            (lambda: [*placement_problems(cfg, world_size)], ConfigError),
             (lambda: teacher_problems(cfg, world_size), ConfigError),
             (
                 lambda: kto_batch_problems(

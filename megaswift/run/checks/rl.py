@@ -21,7 +21,6 @@ from megaswift.parallel.constraints import LayoutRequest
 from megaswift.rewards.functions import NAMED, SPELLINGS, is_file_function
 from megaswift.rewards.options import RewardConfig
 from megaswift.rollout.options.rollout import RolloutConfig
-from megaswift.run.checks.placement import placement_problems
 from megaswift.trainers.options.batch_sizes import batch_problems
 from megaswift.trainers.rl.adapters import adapter_problems, is_adapted
 from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
@@ -45,7 +44,6 @@ def rl_run_problems(cfg: SwiftConfig, world_size: int) -> list[Problem]:
             [
                 lambda: missing_sampler_backend_problems(cfg.rollout),
                 lambda: engine_size_problems(cfg, world_size),
-                lambda: placement_problems(cfg, world_size),
             ]
         ),
     ]

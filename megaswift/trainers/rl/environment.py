@@ -101,6 +101,40 @@ def is_agent_class(environment: Any) -> bool:
     return callable(getattr(environment, "run", None)) and not callable(getattr(environment, "step", None))
 
 
+def missing_column_problems(flag: str, environment: Any, columns: frozenset[str]) -> list[Problem]:
+    """Report the arguments of a class's `reset` or `run` that a data set of these columns does not give."""
+    if not isinstance(environment, type):
+        return []
+    agent = is_agent_class(environment)
+    method = environment.run if agent else environment.reset  # type: ignore[attr-defined]
+    try:
+        parameters = [*inspect.signature(method).parameters.values()][2:]  # behind self and the prompt
+    except (TypeError, ValueError):
+        return []
+    if not agent and _takes_gymnasium(method):
+        return []
+    given = columns | {"base_url"} if agent else columns
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = (p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty)
+    names = [without_control_characters(name) for name in sorted(columns)]
+    has = f"the data has {', '.join(names)}" if names else "the data has no further columns"
+    yours = names[0] if len(names) == 1 else "YOURS"
+    return [
+        Problem(flag, f"{method.__name__} requires the column {name}; {has}", f"--columns {yours}={name}")
+        for name in needed
+        if name not in given
+    ]
+
+
+def _takes_gymnasium(reset: Any) -> bool:
+    """Whether `reset` takes what Gymnasium's takes."""
+    try:
+        parameters = inspect.signature(reset).parameters
+    except (TypeError, ValueError):
+        return False
+    return {"seed", "options"} <= parameters.keys() and "prompt" not in parameters
+
+
 def _lacking_methods(environment: Any) -> str:
     if is_agent_class(environment):
         return ""
@@ -139,7 +173,7 @@ class EnvironmentWithNamedErrors:
         passed = f"reset gets prompt and the row's columns: {', '.join(names) or 'none'}"
         given = deepcopy(dict(columns))
         method = functools.partial(self.inner.reset, deepcopy(prompt), **given)
-        if self._is_gymnasium():
+        if _takes_gymnasium(self.inner.reset):
             seed = given.get("seed", row)
             method = functools.partial(self.inner.reset, seed=seed, options={"prompt": deepcopy(prompt), **given})
             passed = "it is called with Gymnasium's seed and options, the prompt and the row's columns"
@@ -159,14 +193,6 @@ class EnvironmentWithNamedErrors:
         if isinstance(returned, str):
             return self._checked_text(returned, f"{method} returned text")
         return self._checked_messages(returned, method, fix)
-
-    def _is_gymnasium(self) -> bool:
-        """Whether `reset` takes what Gymnasium's takes."""
-        try:
-            parameters = inspect.signature(self.inner.reset).parameters
-        except (TypeError, ValueError):
-            return False
-        return {"seed", "options"} <= parameters.keys() and "prompt" not in parameters
 
     def step(self, answer: str) -> Turn:
         """Take one turn. RewardError if the user's method raises or returns something else."""

@@ -57,8 +57,9 @@ class Generation:
 class RolloutWriter:
     """Writes generations into a folder. Used on one rank."""
 
-    def __init__(self, folder: Path, resumed: bool) -> None:
-        """Create the folder; raise ConfigError where it has generations that this run does not continue."""
+    def __init__(self, folder: Path, resumed: bool, weights: str | None = None) -> None:
+        """Create the folder; raise ConfigError where it has generations that this run does not continue.
+        `weights`: a fingerprint of those that the run starts from."""
         if not resumed and recorded_files(folder):
             rule = "has the rollouts of another run"
             raise ConfigError(Problem(f"--save_rollouts {folder}", rule, "an empty folder, or remove its files"))
@@ -68,11 +69,12 @@ class RolloutWriter:
             rule = f"cannot be made a folder: {error.strerror or error}"
             raise ConfigError(Problem(f"--save_rollouts {folder}", rule, "a folder that can be written")) from None
         self.folder = folder
+        self.weights = weights
 
     def write(self, generation: Generation) -> None:
         """Write a generation; replace one of the same number, which a run has before it is resumed."""
         tensors, values = _parts(generation)
-        text = json.dumps(values, ensure_ascii=False)
+        text = json.dumps(values | {"weights": self.weights}, ensure_ascii=False)
         header = {"format": FORMAT, "record": text, "sha256": _checksum(tensors, text)}
         file = self.folder / f"generation-{generation.number:06}.safetensors"
         with atomic_file(file) as path, safetensors_errors_as_oserror(file):
@@ -82,20 +84,30 @@ class RolloutWriter:
 class RolloutReader:
     """Reads the generations of a folder that `--save_rollouts` wrote. Used on one rank."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, weights: str | None = None) -> None:
+        self.weights = weights
         self.what = f"--replay_rollouts {folder}"
         self.files = recorded_files(folder)
 
-    def check(self, needed: int, size: int, temperature: float) -> None:
+    def check(
+        self,
+        needed: int,
+        size: int,
+        temperature: float,
+        prompts_at: Callable[[Sequence[int]], Sequence[Prompt]] | None = None,
+    ) -> None:
         """Read every file.
 
         Args:
             needed: Generations that the run takes.
             size: Completions of each.
             temperature: Of the run.
+            prompts_at: The prompts at places of the run's endless order, each once for each of its completions; without
+                it prompts are not compared.
 
         Raises:
-            ConfigError: They have another size or temperature, are fewer, or one of them is missing.
+            ConfigError: They are of another model, size or temperature, answer other prompts, are fewer, or one of them
+                is missing.
             CheckpointError: A file is damaged.
         """
         if not self.files:
@@ -104,6 +116,9 @@ class RolloutReader:
         for number in self.files:
             state = self.read(number)
             draws[number] = state["draws"]
+            if self.weights is not None and state.get("weights") not in (None, self.weights):
+                rule = "is of a run that started from another model"
+                raise ConfigError(Problem(self.what, rule, "--model of the recorded run"))
             found = len(state["total"])
             if found != size:
                 rule = f"has {found} completions a generation, and the run takes {size}"
@@ -112,6 +127,8 @@ class RolloutReader:
             if state.get("temperature") not in (None, temperature):
                 rule = f"was sampled at temperature {state['temperature']}, and the run has {temperature}"
                 raise ConfigError(Problem(self.what, rule, f"--temperature {state['temperature']}"))
+            if prompts_at is not None and "drawn" in state:
+                check_prompts(state, prompts_at(state["drawn"]))
         if len(self.files) < needed:
             rule = f"has {len(self.files)} generations, and the run takes {needed}"
             raise ConfigError(Problem(self.what, rule, "a smaller --max_steps, or the folder of --save_rollouts"))
@@ -140,6 +157,26 @@ def recorded_files(folder: Path) -> dict[int, Path]:
     return {int(match[1]): path for path in found if (match := NAME.fullmatch(path.name))}
 
 
+def check_prompts(state: Mapping[str, Any], taken: Sequence[Prompt]) -> None:
+    """Compare the recorded prompts with those that the run draws; raise ConfigError where they are others.
+
+    Args:
+        state: The content of a file.
+        taken: The prompts of its draws, each once for each of its completions.
+    """
+    prompts = _cut(state["prompt_tokens"], state["prompt_lengths"])
+    for i, (place, row, prompt) in enumerate(zip(state["places"], state["rows"], state["prompt"], strict=True)):
+        given = taken[place] if place < len(taken) else None
+        if given is not None and (given.number, [*given.token_ids]) == (row, prompts[prompt]):
+            continue
+        drawn = "none"
+        if given is not None:
+            drawn = f"row {given.number}" + (", which has other tokens" if given.number == row else "")
+        rule = f"completion {i} of generation {state['number']} answers row {row}; the run draws {drawn}"
+        fix = "the model, data sets, --num_generations, --seed and --shuffle of the recorded run"
+        raise ConfigError(Problem("--replay_rollouts", rule, fix))
+
+
 def generation_of(
     state: Mapping[str, Any], taken: Sequence[Prompt], decode: Callable[[Sequence[int]], str]
 ) -> Generation:
@@ -154,16 +191,10 @@ def generation_of(
         ConfigError: They are other prompts than the recorded ones.
     """
     prompts = _cut(state["prompt_tokens"], state["prompt_lengths"])
+    check_prompts(state, taken)
     rollouts = []
     for i, completion in enumerate(_completions(state)):
-        given = taken[state["places"][i]] if state["places"][i] < len(taken) else None
-        if given is None or (given.number, [*given.token_ids]) != (state["rows"][i], prompts[state["prompt"][i]]):
-            drawn = "none" if given is None else f"row {given.number}"
-            rule = (
-                f"completion {i} of generation {state['number']} answers row {state['rows'][i]}; the run draws {drawn}"
-            )
-            fix = "the model, data sets, --num_generations, --seed and --shuffle of the recorded run"
-            raise ConfigError(Problem("--replay_rollouts", rule, fix))
+        given = taken[state["places"][i]]
         rewards = {name: _number(values[i]) for name, values in state["rewards"].items()}
         tokens = state["token_rewards"][i]
         rollouts.append(

@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from megaswift.config import SwiftConfig
+from megaswift.errors import ConfigError
 from megaswift.launchers import ray_cluster
+from megaswift.launchers.options.variables import CHECKED
 from megaswift.rollout.ray_engines import cluster
 from megaswift.run.checks import placement
 from megaswift.run.checks.placement import placement_problems
 from megaswift.run.checks.rl import engine_size_problems, vision_rollout_problems
+from megaswift.run.ray_roles import check_ray_room
+
+APART = {"environment": "e.py:E", "environment_placement": "cpu"}
 
 
 def run(**options: Any) -> SwiftConfig:
@@ -84,6 +89,45 @@ def test_a_cluster_is_asked_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the cluster has 1 core beside the engines" in text and "--environment_workers 1" in text
     (text,) = found(run(**apart, environment_workers=2, sampler_engines=3))
     assert "the cluster has 0 cores beside the engines" in text and "fewer --sampler_engines" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sampler_engines": 2, "cpus_per_engine": 2}, ""),
+        (
+            {"sampler_engines": 100},
+            "--sampler_engines 100: needs 100 cores, 1 per engine; this machine has 4 cores: --sampler_engines 4, or",
+        ),
+        ({"sampler_engines": 3, "cpus_per_engine": 2}, "needs 6 cores, 2 per engine; this machine has 4 cores"),
+        ({"sampler_engines": 1, "cpus_per_engine": 8}, "--cpus_per_engine 4, or --ray_address"),
+        ({**APART, "environment_workers": 4, "sampler_engines": 4}, ""),
+        (
+            {**APART, "environment_workers": 5},
+            "--environment_workers 5: takes a core each; this machine has 4 cores: --environment_workers 4, or",
+        ),
+    ],
+)
+def test_cores_of_this_machine(options: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    gpus(monkeypatch, 0)
+    texts = [text.replace("\n    try", "") for text in found(run(**options))]
+    assert told in texts[0] if told else not texts
+
+
+def test_processes_of_torchrun_ask_for_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a launcher of ours has started were asked for before."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    gpus(monkeypatch, 0)
+    monkeypatch.delenv(CHECKED, raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ConfigError, match="--sampler_engines 5: needs 5 cores"):
+        check_ray_room(run(sampler_engines=5))
+    check_ray_room(run(sampler_engines=4))
+    check_ray_room(run(sampler_engines=5, launcher="ray", num_workers=1))
+    monkeypatch.setenv(CHECKED, "1")
+    check_ray_room(run(sampler_engines=5))
 
 
 def test_an_engine_on_ray_has_gpus_of_its_own() -> None:

@@ -20,7 +20,11 @@ from megaswift.data.prompts.source import Prompt
 from megaswift.errors import ConfigError, RewardError
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
 from megaswift.trainers.rl.chat_turns import ChatTurns, Conversation, ModelTurn
-from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
+from megaswift.trainers.rl.environment import (
+    EnvironmentWithNamedErrors,
+    load_environment_class,
+    missing_column_problems,
+)
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, MultiTurnRunner, rendering
 from tests.data import makers
 from tests.trainers.inputs import write_model
@@ -258,6 +262,37 @@ def test_a_column_that_reset_lacks_is_told_with_those_of_the_row(file: Path) -> 
     told = r"reset failed\n.*missing 1 required positional argument: 'number'\n.*columns: answer, tests"
     with pytest.raises(RewardError, match=told):
         echo.reset("2+2?", {"tests": [], "answer": "4"})
+
+
+class Words:
+    def reset(self, prompt, number, tests=(), *, answer, **columns) -> str:  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+    def step(self, answer: str) -> Any:
+        raise AssertionError
+
+
+class Gym(Words):
+    def reset(self, *, seed, options) -> str:  # type: ignore[no-untyped-def, override]
+        raise AssertionError
+
+
+class Leads:
+    def run(self, prompt, base_url, number) -> float:  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+
+def test_columns_that_a_class_needs() -> None:
+    """Before training, by the signature; of a function that makes environments nothing is known."""
+    has = frozenset({"answer", "level"})
+    (problem,) = missing_column_problems("--environment w.py:Words", Words, has)
+    assert problem.rule == "reset requires the column number; the data has answer, level"
+    assert problem.fix == "--columns YOURS=number"
+    assert len(missing_column_problems("w", Words, frozenset())) == 2
+    (problem,) = missing_column_problems("w", Leads, frozenset({"level"}))
+    assert problem.rule.startswith("run requires the column number") and problem.fix == "--columns level=number"
+    assert not missing_column_problems("w", Words, has | {"number"}) and not missing_column_problems("w", Gym, has)
+    assert not missing_column_problems("w", lambda: Words(), has)
 
 
 @pytest.mark.parametrize(
