@@ -115,6 +115,8 @@ bench 50 1 small_model --steps 5 --warmup 2 --only 'qwen3-0.6b/full/4096/te'
 bench 60 1 torch_layers_8b --steps 5 --warmup 2 --only 'qwen3-8b/full/4096/torch'
 if [ -n "$first" ]; then report; fi
 
+tests 60 weight_transfer tests/gpu/test_weight_transfer.py -k bits
+tests 590 vllm_weights tests/gpu/test_weight_transfer.py -k vllm
 tests 590 vllm_sleep tests/gpu/test_vllm_sleep.py
 tests 590 fp8 tests/gpu/test_runs.py -k fp8
 bench 280 1 full_8b --only 'qwen3-8b/full/4096/te'

@@ -51,7 +51,7 @@ ORDER = (
     "qwen3-8b/full/4096/torch",
 )
 """What decides most on a first GPU comes first, in a quarter of an hour; benchmarks that only compare come last."""
-AFTER = ("test_vllm_sleep.py", "-k fp8")
+AFTER = ("-k bits", "-k vllm", "test_vllm_sleep.py", "-k fp8")
 
 
 def check(python: Path, *words: str) -> tuple[int, list[str], str]:
@@ -209,7 +209,10 @@ def test_shapes_of_a_cpu(python: Path) -> None:
     python.with_name("fails").unlink()
     code, calls, text = check(python, "--cpu")
     assert (code, len(calls)) == (0, 1)
-    assert "gpu_check.sh: not run: te_modules kernels runs engine export vllm_sleep fp8\n" in text
+    assert (
+        "gpu_check.sh: not run: te_modules kernels runs engine export weight_transfer vllm_weights vllm_sleep fp8\n"
+        in text
+    )
     assert "== kernels: not run: needs a CUDA device\n" in text
 
 

@@ -109,13 +109,13 @@ def tokenizer_of(name: str) -> Any:
     return tokenizer_for(template_file(name).read_text(encoding="utf-8"))
 
 
-def written(name: str, tools: bool, count: int) -> tuple[Recorder, list[Prompt], list[MultiTurnCompletion]]:
+def written(name: str, tools: bool, count: int, seed: int) -> tuple[Recorder, list[Prompt], list[MultiTurnCompletion]]:
     """Dialogues under a template, with what the sampler recorded."""
     tokenizer = tokenizer_of(name)
     roles = ("user",) if name in USER_ONLY else ("user", "tool")
-    recorder = Recorder(tokenizer, tools, seed=1)
+    recorder = Recorder(tokenizer, tools, seed)
     runner = MultiTurnRunner(
-        lambda: EnvironmentWithNamedErrors("--environment w.py:World", World(roles, seed=1)),  # type: ignore[arg-type]
+        lambda: EnvironmentWithNamedErrors("--environment w.py:World", World(roles, seed)),  # type: ignore[arg-type]
         ChatTurns(tokenizer),
         None,
     )
@@ -188,14 +188,14 @@ def gaps(recorder: Recorder, prompt: Prompt, talk: MultiTurnCompletion, tools: b
         )
 
 
-def faults_of(name: str, count: int) -> Counter[str]:
+def faults_of(name: str, count: int, seed: int = 1) -> Counter[str]:
     """How often each fault was found, and how many turns were looked at."""
     tokenizer = tokenizer_of(name)
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     specials = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))))
     found: Counter[str] = Counter()
     for tools, part in ((True, count - count // 2), (False, count // 2)):
-        recorder, asked, talks = written(name, tools, part)
+        recorder, asked, talks = written(name, tools, part, seed)
         for packing in (False, True):
             check_batches(recorder, trained(asked, talks, packing), part)
         for prompt, talk in zip(asked, talks, strict=True):
