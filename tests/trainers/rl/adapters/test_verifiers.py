@@ -23,36 +23,10 @@ from megaswift.trainers.rl.adapters import verifiers
 from megaswift.trainers.rl.environment import load_environment_class
 from tests.sources import ROOT
 from tests.trainers.inputs import write_model
+from tests.trainers.rl.adapters.glossary_call import check_call_and_answer
 
 PYTHON = os.environ.get("MEGASWIFT_VERIFIERS_PYTHON", "")
 CHECKOUT = os.environ.get("MEGASWIFT_VERIFIERS", "")
-SCRIPTED = """
-import sys
-from megaswift.data.prompts.source import Prompt
-from megaswift.rollout.sampler import SamplingParams
-from megaswift.trainers.rl.chat_turns import ChatTurns
-from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors, load_environment_class
-from megaswift.trainers.rl.multi_turn import MultiTurnRunner
-from tests.data import makers
-from tests.trainers.rl.agents.test_endpoint import Says, check_segment
-
-tokenizer = makers.tokenizer("qwen", "qwen2_5")
-make = load_environment_class("verifiers:glossary")
-from glossary.servers.facts import FACTS
-
-name, fact = next(iter(FACTS.items()))
-call = '<tool_call>\\n{"name": "facts_lookup", "arguments": {"name": "%s"}}\\n</tool_call>' % name
-sampler = Says(tokenizer, call, f"<answer>{fact}</answer>")
-runner = MultiTurnRunner(
-    lambda: EnvironmentWithNamedErrors("--environment verifiers:glossary", make()), ChatTurns(tokenizer), None
-)
-stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-prompt = Prompt(0, (1, 2), ({"role": "user", "content": "task 0"},), {"task": 0})
-[found] = runner.write(sampler, SamplingParams(4000, stop_token_ids=(stop,)), [prompt], [1])
-assert found.reward == 1.0 and found.segments == ("first",) and found.turns == 2, found
-assert fact in found.messages[1]["content"] and found.messages[1]["role"] == "tool"
-check_segment(found, sampler.asked)
-"""
 
 
 class Made:
@@ -152,9 +126,9 @@ class TestRealVerifiers:
 
     def test_a_call_and_an_answer(self, tmp_path: Path) -> None:
         """Tool and answer as they should be have the environment's reward."""
-        done = subprocess.run(
-            started(SCRIPTED), cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300
-        )
+        name = check_call_and_answer.__name__
+        code = f"from {check_call_and_answer.__module__} import {name}\n{name}()"
+        done = subprocess.run(started(code), cwd=tmp_path, env=environ(), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
 
     def test_a_run(self, tmp_path: Path) -> None:
