@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,8 +219,8 @@ def rollouts(length: int = 100) -> Generation:
             c,
             "text",
             {"a": 0.1 * i, "b": math.nan},
-            0.1 * i,
-            (0.5,) * 3 if i == 2 else None,
+            0.1 * i if i < 3 else math.nan,
+            {1: (), 2: (0.5, 0.1, 1 / 3)}.get(i),
             0.75 if i == 3 else math.nan,
         )
         for i, (p, c) in enumerate(zip(prompts, answers, strict=True))
@@ -240,8 +242,8 @@ def test_a_generation_comes_back(tmp_path: Path) -> None:
         assert type(mine.completion) is type(theirs.completion)
         assert mine.completion.versions == theirs.completion.versions
         assert math.isnan(mine.rewards["b"]) and mine.rewards["a"] == theirs.rewards["a"]
-        assert str(mine.baseline) == str(theirs.baseline)
-        assert (mine.prompt, mine.total, mine.tokens, mine.text) == (theirs.prompt, theirs.total, theirs.tokens, "text")
+        assert [str(mine.baseline), str(mine.total)] == [str(theirs.baseline), str(theirs.total)]
+        assert (mine.prompt, mine.tokens, mine.text) == (theirs.prompt, theirs.tokens, "text")
     talk, wanted_talk = (r.rollouts[1].completion for r in (found, given))
     assert isinstance(talk, MultiTurnCompletion) and isinstance(wanted_talk, MultiTurnCompletion)
     assert replace(talk, logprobs=()) == replace(wanted_talk, logprobs=())
@@ -352,34 +354,99 @@ def test_another_temperature_is_refused(tmp_path: Path) -> None:
     RolloutReader(tmp_path).check(1, 4, 1.0)
 
 
-def test_a_record_of_the_first_format_is_read(tmp_path: Path) -> None:
-    """Its sessions have one segment, the one that was trained on."""
-    given = rollouts()
-    RolloutWriter(tmp_path, resumed=False).write(given)
-    (path,) = recorded_files(tmp_path).values()
+def rewritten(folder: Path, version: int, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Write a folder's one generation again, in another version of the format: values and tensors, changed."""
+    (path,) = recorded_files(folder).values()
     with safe_open(path, "np") as file:
         state = json.loads(file.metadata()["record"])
-        tensors = {name: file.get_tensor(name) for name in file.keys() if name != "further_tokens"}  # noqa: SIM118
-    del state["further"], state["drawn"], state["temperature"]
-    state["conversations"][1]["untrained"] = 5
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(state, tensors)
     text = json.dumps(state)
-    header = {"format": "megaswift rollouts 1", "record": text, "sha256": record._checksum(tensors, text)}
+    header = {"format": f"megaswift rollouts {version}", "record": text, "sha256": record._checksum(tensors, text)}
     save_file(tensors, path, header)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_records_of_earlier_formats_are_read(version: int, tmp_path: Path) -> None:
+    """Seeds, totals and rewards of tokens are JSON; in the first a session has the one segment that was trained on."""
+    given = rollouts()
+
+    def earlier(state: dict[str, Any], tensors: dict[str, Any]) -> None:
+        del tensors["token_rewards"], state["rewarded"]
+        state["token_rewards"] = [None if r.tokens is None else [*r.tokens] for r in given.rollouts]
+        state["seeds"] = tensors.pop("seeds").tolist()
+        state["total"] = [None if math.isnan(n) else n for n in tensors.pop("total").tolist()]
+        if version == 1:
+            del state["further"], state["drawn"], state["temperature"], tensors["further_tokens"]
+            state["conversations"][1]["untrained"] = 5
+
+    RolloutWriter(tmp_path, resumed=False).write(given)
+    rewritten(tmp_path, version, earlier)
     taken = [given.rollouts[0].prompt] * 6 + [given.rollouts[2].prompt] * 2
-    found = generation_of(RolloutReader(tmp_path).read(4), taken, lambda _: "text").rollouts[1].completion
+    found = generation_of(RolloutReader(tmp_path).read(4), taken, lambda _: "text")
     wanted = given.rollouts[1].completion
     assert isinstance(wanted, MultiTurnCompletion)
-    assert found == replace(wanted, further=())
+    assert found.rollouts[1].completion == (replace(wanted, further=()) if version == 1 else wanted)
+    assert [r.tokens for r in found.rollouts] == [r.tokens for r in given.rollouts]
+    assert str([r.total for r in found.rollouts]) == str([r.total for r in given.rollouts])
+    assert found.seeds == given.seeds
 
 
-def test_bytes_of_a_token_and_its_version(tmp_path: Path) -> None:
-    """Completions of 100 tokens; the weights' version is there for each of them."""
+def test_a_record_has_room_for_more(tmp_path: Path) -> None:
+    """A tensor that the reader does not use, as of the experts of each token, changes nothing."""
+    given = rollouts()
+    RolloutWriter(tmp_path, resumed=False).write(given)
+    taken = [given.rollouts[0].prompt] * 6 + [given.rollouts[2].prompt] * 2
+    plain = generation_of(RolloutReader(tmp_path).read(4), taken, lambda _: "text")
+    rewritten(tmp_path, 3, lambda _, tensors: tensors.update(routes=np.ones((400, 4, 2), dtype=np.uint8)))
+    assert str(generation_of(RolloutReader(tmp_path).read(4), taken, lambda _: "text")) == str(plain)
+
+
+def test_each_token_has_the_version_of_its_weights(tmp_path: Path) -> None:
     RolloutWriter(tmp_path, resumed=False).write(rollouts())
     (path,) = recorded_files(tmp_path).values()
-    assert path.stat().st_size <= BYTES * 400
     with safe_open(path, "np") as file:
         mixed = [6] * 40 + [7] * 60
         assert file.get_tensor("versions").tolist() == [*mixed, *[6] * 100, *mixed, *mixed]
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "rewarded", "most"),
+    [
+        (1000, 1, False, 12.5),
+        (1000, 1, True, 20.5),
+        (100, 1, True, 22),
+        (10, 1, False, 30),
+        (10, 1, True, BYTES),
+        (6, 8, False, 28),
+        (6, 1, True, 49),
+        (1, 8, False, 108),
+        (1, 1, True, 191),
+    ],
+)
+def test_bytes_of_a_token(length: int, count: int, rewarded: bool, most: float, tmp_path: Path) -> None:
+    """Of 64 completions, `count` of a prompt of 20 tokens, with rewards that have all digits: the figures of docs/rl.md
+    and, from 10 tokens on, at most 40."""
+    chance = random.Random(0)
+
+    def ids(number: int) -> tuple[int, ...]:
+        return tuple(chance.randrange(150_000) for _ in range(number))
+
+    def scored(prompt: Prompt) -> ScoredCompletion:
+        logprobs = tuple(-chance.random() for _ in range(length))
+        completion = Completion(ids(length), logprobs, True, versions=((1200, length),))
+        rewards = tuple(chance.random() for _ in range(length)) if rewarded else None
+        total = chance.random()
+        return ScoredCompletion(prompt, completion, "", {"accuracy": total}, total, rewards)
+
+    prompts = [Prompt(chance.randrange(10_000), ids(20), "", {}) for _ in range(64 // count)]
+    found = tuple(scored(prompt) for prompt in prompts for _ in range(count))
+    asked = tuple(one.prompt.token_ids for one in found)
+    drawn = tuple(range(9000, 9000 + len(prompts)))
+    given = Generation(1200, 1, tuple(range(64)), tuple(completion_seeds(0, 0, 64)), asked, found, drawn, 1.0)
+    RolloutWriter(tmp_path, resumed=False, weights="a1" * 32).write(given)
+    (path,) = recorded_files(tmp_path).values()
+    assert path.stat().st_size <= most * 64 * length
 
 
 @pytest.mark.parametrize("at", [0.01, 0.2, 0.5, 0.9, 0.999])

@@ -27,9 +27,10 @@ from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, asked_prompt, 
 from megaswift.trainers.rl.scorer import ScoredCompletion
 
 NAME = re.compile(r"generation-(\d{6,})\.safetensors")
-FORMAT = "megaswift rollouts 2"
-EARLIER = "megaswift rollouts 1"
-"""Without `further`, because an agent's session has the one segment that was trained on, and without `drawn`."""
+FORMAT = "megaswift rollouts 3"
+EARLIER = ("megaswift rollouts 1", "megaswift rollouts 2")
+"""Both with rewards of tokens as JSON. The first without `further`, because an agent's session has the one segment that
+was trained on, and without `drawn`."""
 TURNS = ("messages", "rewards", "ends", "turns", "rewritten", "prompt_ids", "prompt_content", "segments")
 """Fields of a conversation beside its tokens."""
 
@@ -74,7 +75,7 @@ class RolloutWriter:
     def write(self, generation: Generation) -> None:
         """Write a generation; replace one of the same number, which a run has before it is resumed."""
         tensors, values = _parts(generation)
-        text = json.dumps(values | {"weights": self.weights}, ensure_ascii=False)
+        text = json.dumps(values | {"weights": self.weights}, ensure_ascii=False, separators=(",", ":"))
         header = {"format": FORMAT, "record": text, "sha256": _checksum(tensors, text)}
         file = self.folder / f"generation-{generation.number:06}.safetensors"
         with atomic_file(file) as path, safetensors_errors_as_oserror(file):
@@ -192,11 +193,12 @@ def generation_of(
     """
     prompts = _cut(state["prompt_tokens"], state["prompt_lengths"])
     check_prompts(state, taken)
+    of_tokens = _token_rewards(state)
     rollouts = []
     for i, completion in enumerate(_completions(state)):
         given = taken[state["places"][i]]
         rewards = {name: _number(values[i]) for name, values in state["rewards"].items()}
-        tokens = state["token_rewards"][i]
+        tokens = of_tokens[i]
         rollouts.append(
             ScoredCompletion(
                 asked_prompt(given, completion),
@@ -242,6 +244,14 @@ def _further(state: Mapping[str, Any]) -> list[tuple[tuple[int, tuple[int, ...]]
     return [tuple((place, tuple(next(prompts))) for place, _ in segments) for segments in state["further"]]
 
 
+def _token_rewards(state: Mapping[str, Any]) -> Sequence[Sequence[float] | None]:
+    """The rewards of each completion's tokens, or None."""
+    if "rewarded" not in state:
+        return state["token_rewards"]
+    rewards = _cut(state["token_rewards"], [n or 0 for n in state["rewarded"]])
+    return [None if n is None else found for n, found in zip(state["rewarded"], rewards, strict=True)]
+
+
 def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tensors and plain values of a generation."""
     rollouts = generation.rollouts
@@ -258,13 +268,15 @@ def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any
         "versions": np.asarray([v for c in completions for v, n in c.versions for _ in range(n)], dtype=np.int32),
         "prompt_tokens": np.asarray([t for ids in asked for t in ids], dtype=np.int32),
         "further_tokens": np.asarray([t for segments in further for _, ids in segments for t in ids], dtype=np.int32),
+        "token_rewards": np.asarray([t for r in rollouts for t in r.tokens or ()], dtype=np.float64),
+        "seeds": np.asarray(generation.seeds, dtype=np.int64),
+        "total": np.asarray([r.total for r in rollouts], dtype=np.float64),
     }
     values: dict[str, Any] = {
         "number": generation.number,
         "draws": generation.draws,
         "places": [*generation.places],
         "drawn": [*generation.drawn],
-        "seeds": [*generation.seeds],
         "temperature": generation.temperature,
         "rows": [r.prompt.number for r in rollouts],
         "prompt": prompt,
@@ -272,9 +284,8 @@ def _parts(generation: Generation) -> tuple[dict[str, np.ndarray], dict[str, Any
         "lengths": [len(c.token_ids) for c in completions],
         "finished": [int(c.finished) for c in completions],
         "rewards": {name: [_plain(r.rewards[name]) for r in rollouts] for name in rollouts[0].rewards},
-        "total": [_plain(r.total) for r in rollouts],
         "baseline": [_plain(r.baseline) for r in rollouts],
-        "token_rewards": [None if r.tokens is None else [*r.tokens] for r in rollouts],
+        "rewarded": [None if r.tokens is None else len(r.tokens) for r in rollouts],
         "conversations": [_turns(c) for c in completions],
         "further": [[(place, len(ids)) for place, ids in segments] for segments in further],
     }
@@ -313,7 +324,7 @@ def _read(path: Path) -> dict[str, Any]:
         with safe_open(path, "np") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        known = header.get("format") in (FORMAT, EARLIER)
+        known = header.get("format") in (FORMAT, *EARLIER)
         whole = known and header["sha256"] == _checksum(tensors, header["record"])
     except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(_damaged(path, f"cannot be read: {error}")) from None
