@@ -26,7 +26,7 @@ td.n{text-align:right;font-variant-numeric:tabular-nums} .bad td{background:#fde
 @media(prefers-color-scheme:dark){body{color:#e6e9ed;background:#16191d}th,td{border-color:#363c44}
 .bad td{background:#4a1f1c}}
 """
-SHORT = {BACKWARD: "output gradient", WEIGHT: "main weight", GATHERED: "model's weight"}
+SHORT = {DIVISION: "division", BACKWARD: "output gradient", WEIGHT: "main weight", GATHERED: "model's weight"}
 AHEAD = "MTP "
 """Before the number of a layer for multi-token prediction."""
 NO_TENSOR = "#8884"

@@ -183,7 +183,8 @@ def _on_this_machine(
     sizes, sequence, world = _sizes(cfg, layout)
     problems = []
     if cfg.task not in SUPERVISED:
-        problems.append(Problem(f"megaswift {cfg.task}", "is not recorded: bisect compares steps of sft and pt"))
+        rule = "is not recorded: bisect compares steps of sft and pt"
+        problems.append(Problem(f"megaswift {cfg.task}", rule, "give the configuration or folder of such a run"))
     if cfg.model.train_type != "full":
         problems.append(Problem(f"--train_type {cfg.model.train_type}", "is not recorded", "--train_type full"))
     if requested_engine(cfg) not in (NATIVE, "auto"):

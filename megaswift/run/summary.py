@@ -212,6 +212,8 @@ def data_text(stats: Mapping[str, Any], evaluation_rows: int = 0, scored: bool =
         label = name.replace("_", " ")
         if name in ("fill", "padded_fill"):
             words.append(f"{label} {value:.1%}")
+        elif name == "longest":
+            words.append(f"{int(value):,} in the longest")
         elif has_text(name):
             words += row_count_texts({name: value})
         elif value and name not in ("global_batch", "documents") and float(value).is_integer():

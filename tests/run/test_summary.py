@@ -133,6 +133,7 @@ def test_one_is_said_in_the_singular() -> None:
     said = dict(summary_rows(SwiftConfig(task="sft", max_length=8), facts))
     assert said["data"] == "1 row, 3 documents, 9 tokens; 1 row for evaluation"
     assert said["steps"] == "1 = 1 epoch of 1 row" and "= 1 row a step" in said["batch"]
+    assert data_text({"rows": 2.0, "tokens": 9.0, "longest": 5.0}) == "2 rows, 9 tokens, 5 in the longest"
 
 
 def test_a_reward_model_learns_of_answers_not_of_tokens() -> None:
