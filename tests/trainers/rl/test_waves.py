@@ -20,12 +20,14 @@ from transformers import AutoTokenizer
 from megaswift.data.prompts.source import Prompt
 from megaswift.errors import Problem, RewardError
 from megaswift.rollout.sampler import Completion, SamplerOptions, SamplingParams, make_sampler
-from megaswift.trainers.rl import environment, waves
+from megaswift.trainers.rl import environment, environment_workers, waves
 from megaswift.trainers.rl.chat_turns import ChatTurns
 from megaswift.trainers.rl.environment import EnvironmentWithNamedErrors
+from megaswift.trainers.rl.environment_workers import EnvironmentWorkers
 from megaswift.trainers.rl.multi_turn import MultiTurnCompletion, MultiTurnRunner
 from tests.data import makers
 from tests.trainers.inputs import write_model
+from tests.trainers.rl.test_environment_workers import loaded
 
 MANY, TURNS = 32, 8
 SLOW_ROW = 7
@@ -120,24 +122,31 @@ def tokenizer() -> Any:
 
 
 def talked(
-    tokenizer: Any, sampler: Any, made: Callable[[], Any], count: int = MANY, greedy: Collection[int] = ()
+    tokenizer: Any,
+    sampler: Any,
+    made: Callable[[], Any],
+    count: int = MANY,
+    greedy: Collection[int] = (),
+    workers: EnvironmentWorkers | None = None,
 ) -> list[MultiTurnCompletion]:
     said = ({"role": "user", "content": "go"},)
     ids = tuple(tokenizer.apply_chat_template(list(said), add_generation_prompt=True, return_dict=False))
-    runner = MultiTurnRunner(
-        lambda: EnvironmentWithNamedErrors("--environment w.py:W", made()), ChatTurns(tokenizer), None
-    )
+    make = workers.make if workers else lambda: EnvironmentWithNamedErrors("--environment w.py:W", made())
+    runner = MultiTurnRunner(make, ChatTurns(tokenizer), None)
     prompts = [Prompt(row, ids, said, {"row": row}) for row in range(count)]
     sampling = SamplingParams(2000, stop_token_ids=(sampler.end,))
     found = runner.write(sampler, sampling, prompts, range(50, 50 + count), greedy)
     return [talk for talk in found if isinstance(talk, MultiTurnCompletion)]
 
 
-@pytest.mark.parametrize("kind", [Counts, CountsSingle])
+@pytest.mark.parametrize(
+    ("kind", "count"), [(Counts, 0), (CountsSingle, 0), (CountsSingle, 1)], ids=["waves", "single", "worker"]
+)
 def test_an_environment_that_waits_for_all_others_to_end(
-    kind: type[Counts], world: type[World], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    kind: type[Counts], count: int, world: type[World], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for ever if any of them waited for it; the conversations are those without it, bit by bit."""
+    """It would wait for ever if any of them waited for it; the conversations are those without it, bit by bit. So too
+    where all are in one worker."""
     usual = kind(tokenizer)
     plain = talked(tokenizer, usual, world)
     if kind is Counts:
@@ -151,7 +160,10 @@ def test_an_environment_that_waits_for_all_others_to_end(
 
     monkeypatch.setattr(world, "wait", staticmethod(wait))
     held = kind(tokenizer)
-    assert talked(tokenizer, held, world) == plain
+    monkeypatch.setattr("ray.get", lambda reference: reference.result(WAIT))
+    monkeypatch.setattr(environment_workers, "load_environment_class", lambda text: world)
+    workers = EnvironmentWorkers("flag", [loaded("w.py:W") for _ in range(count)]) if count else None
+    assert talked(tokenizer, held, world, workers=workers) == plain
     assert max(world.ends, key=lambda row: world.ends[row]) == SLOW_ROW
     if kind is Counts:
         assert held.calls == [MANY] * 3 + [MANY - 1] * (TURNS - 3) + [1] * (TURNS - 3)
