@@ -79,10 +79,19 @@ def idle_share(
     return waited / world.clock
 
 
-@pytest.mark.parametrize(("most", "interrupts"), [(0, False), (1, False), (2, True), (3, True), (8, True)])
-def test_the_trainer_waits_no_longer_than_it_must(most: int, interrupts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("most", "interrupts", "times", "more"),
+    [
+        *((most, most > 1, 1.1, 0.005) for most in (0, 1, 2, 3, 8)),
+        *((most, False, 1.0, 0.061) for most in (2, 4, 8)),
+    ],
+)
+def test_the_trainer_waits_no_longer_than_it_must(
+    most: int, interrupts: bool, times: float, more: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within a tenth of the least share, or half a percent of the time: draws that are shorter and longer than steps,
-    equal and very unequal ones. A queue of more than a generation is kept busy by partial rollouts."""
+    equal and very unequal ones. A queue of more than a generation is kept busy by partial rollouts; without them the
+    trainer waits up to 6.1% of the time longer."""
     monkeypatch.setattr(distributed, "all_max", lambda values: [float(value) for value in values])
     monkeypatch.setattr(test_draw_queue, "TOKENS", 1000)
     for mean, spread in itertools.product((0.5, 0.8, 0.95, 1.2, 2.0), (0.0, 0.3, 0.8, 1.5)):
@@ -90,7 +99,7 @@ def test_the_trainer_waits_no_longer_than_it_must(most: int, interrupts: bool, m
         seconds = [mean * chance.lognormvariate(-spread * spread / 2, spread) for _ in range(200)]
         least = least_idle_share(seconds, [1.0] * 200, most)
         found = idle_share(seconds, most, interrupts)
-        assert least - 1e-6 <= found <= 1.1 * least + 0.005, (mean, spread, least, found)
+        assert least - 1e-6 <= found <= times * least + more, (mean, spread, least, found)
 
 
 @pytest.mark.parametrize(("interrupts", "falls"), [(False, 0.9), (True, 0.2)])
