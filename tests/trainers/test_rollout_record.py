@@ -89,13 +89,14 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+LORA = ("--train_type", "lora", "--lora_rank", 4)
 KINDS: list[Any] = [
     pytest.param("grpo", (), 1, id="grpo"),
     *(
         pytest.param(task, options, ranks, id=name, marks=SLOW)
         for name, task, options, ranks in (
             ("ppo", "ppo", (), 1),
-            ("lora", "grpo", ("--train_type", "lora", "--lora_rank", 4), 1),
+            ("lora", "grpo", LORA, 1),
             ("asynchronous", "grpo", ("--async_generation", "true"), 1),
             ("queue", "grpo", ("--max_staleness", 5, "--num_iterations", 1), 1),
             ("again", "grpo", ("--dynamic_sample", "true", "--max_resample_times", 2), 1),
@@ -138,15 +139,26 @@ def test_a_replayed_run_has_the_same_weights(
 @pytest.mark.process
 @SLOW
 @pytest.mark.parametrize(
-    "layout",
-    [("--tp", 2), ("--pp", 2), ("--cp", 2), (), ("--engine", "fsdp2")],
-    ids=["tp2", "pp2", "cp2", "dp2", "fsdp2"],
+    ("task", "options", "layout"),
+    [
+        pytest.param("grpo", (), ("--tp", 2), id="tp2"),
+        pytest.param("grpo", (), ("--pp", 2), id="pp2"),
+        pytest.param("grpo", (), ("--cp", 2), id="cp2"),
+        pytest.param("grpo", (), (), id="dp2"),
+        pytest.param("grpo", (), ("--engine", "fsdp2"), id="fsdp2"),
+        pytest.param("grpo", LORA, ("--tp", 2), id="lora-tp2"),
+        pytest.param("ppo", (), (), id="ppo-dp2"),
+    ],
 )
-def test_another_layout_trains_on_the_same_record(layout: tuple[object, ...], folder: Path, tmp_path: Path) -> None:
-    trained(folder, tmp_path / "whole", "--save_rollouts", tmp_path / "saved")
+def test_another_layout_trains_on_the_same_record(
+    task: str, options: tuple[object, ...], layout: tuple[object, ...], folder: Path, tmp_path: Path
+) -> None:
+    trained(folder, tmp_path / "whole", *options, "--save_rollouts", tmp_path / "saved", task=task)
     width = ("--per_device_train_batch_size", 4 if layout in ((), ("--engine", "fsdp2")) else 8)
-    trained(folder, tmp_path / "other", "--replay_rollouts", tmp_path / "saved", *layout, *width, ranks=2)
+    replay = (*options, "--replay_rollouts", tmp_path / "saved", *layout, *width)
+    trained(folder, tmp_path / "other", *replay, ranks=2, task=task)
     mine, theirs = weights(tmp_path / "other"), weights(tmp_path / "whole")
+    assert mine.keys() == theirs.keys()
     assert max(float((mine[n] - theirs[n]).abs().max()) for n in theirs) <= 1e-5
 
 
