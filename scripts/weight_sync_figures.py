@@ -170,18 +170,18 @@ def tensor_by_tensor(run: Run) -> tuple[Count, Count]:
     )
 
 
-def table() -> str:
+def table(runs: Sequence[Run] = RUNS) -> str:
     """Return the table, of which each cell has messages, waits of the host, and GiB received."""
     from megaswift.simulator.groups import register, use_torch_collectives
     from megaswift.simulator.meta import compute_on_meta
 
-    alone = [tensor_by_tensor(run) for run in RUNS]
+    alone = [tensor_by_tensor(run) for run in runs]
     compute_on_meta()
     use_torch_collectives()
     recorder = Recorder()
     register(recorder, ())
     lines = [HEAD]
-    for run, counts in zip(RUNS, alone, strict=True):
+    for run, counts in zip(runs, alone, strict=True):
         name = f"{run.model.partition('/')[2]}, {described(run)[2].describe()}, {run.world} ranks"
         for rank, before in zip((0, run.world - 1), counts, strict=True):
             cells = [before, *streamed(run, rank, recorder).values()]

@@ -60,6 +60,11 @@ def simulated(_: int, __: int, job: tuple[figures.Run, int]) -> dict[str, figure
     return {str(to): count for to, count in figures.streamed(*job, recorder, ("all", "replicas")).items()}
 
 
+def written(_: int, __: int, runs: tuple[figures.Run, ...]) -> str:
+    """The table (in a process of its own)."""
+    return figures.table(runs)
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_simulated_ranks_are_counted_as_real_ones_are(tmp_path: Path) -> None:
@@ -90,3 +95,12 @@ def test_tensors_alone_are_counted_as_they_were_measured(tmp_path: Path) -> None
 def test_the_page_has_the_table() -> None:
     page = figures.PAGE.read_text(encoding="utf-8")
     assert figures.HEAD in page and all(f"{run.world} ranks" in page for run in figures.RUNS)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_row_of_eight_ranks_is_that_of_the_page() -> None:
+    """Every cell, of the first rank and of the last."""
+    [found] = shared("").run("tests.test_weight_sync_figures:written", figures.RUNS[:1], 1)
+    first, last = found.removeprefix(figures.HEAD).splitlines()[1:]
+    assert "8 ranks | 0 |" in first and f"{first}\n{last}\n" in figures.PAGE.read_text(encoding="utf-8")
