@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megaswift.bisection.compare import Comparison
 from megaswift.bisection.judge import compare_with, judge, other_step, references_of
 from megaswift.bisection.page import color, page
 from megaswift.bisection.report import layer_ranges, report_json, screen
 from megaswift.bisection.trace_folder import KINDS, RECOMPUTED, Trace
+from megaswift.commands.bisection import DIFFERENT
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
 from megaswift.parallel.layout import Layout
@@ -30,7 +32,8 @@ from tests.parity.cases import Case, parse
 from tests.parity.compare import number
 from tests.parity.oracle import Recipe
 from tests.parity.pool import Pool
-from tests.trainers.inputs import write_conversations, write_model
+from tests.trainers.inputs import write_conversations, write_inputs, write_model
+from tests.trainers.runs import run as sft
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +83,12 @@ def test_two_layouts_against_each_other(folder: Path, pool: Pool) -> None:
     against = compare_with(trace, model, steps, other_step(trace, Trace.open(other.trace), model, steps))
     assert against.first is None and len(against.verdicts) == len(found.verdicts)
     assert any(v.difference for v in against.verdicts if v.kind == "output"), "other roundings"
+    fault = Fault("dense cp2", "wrong_shard", 1, QKV, "cp", 1, factor=2.0)
+    wrong = replace(task, trace=folder / "wrong", fault=fault)
+    pool.run("tests.bisection.ranks:record", wrong, 2)
+    faulty = Trace.open(wrong.trace)
+    first = compare_with(faulty, model, steps, other_step(faulty, Trace.open(other.trace), model, steps)).first
+    assert first is not None and (first.name, first.kind, first.place.cp) == (f"layers.1.{QKV}", "output", 1)
     shutil.copytree(task.trace, folder / "shorter")
     for file in (folder / "shorter").glob("rank-*.json"):
         file.write_text(file.read_text().replace('"loss_weights"', '"labels"'))
@@ -199,7 +208,40 @@ def test_the_command(tmp_path: Path, pool: Pool) -> None:
     assert code == 0 and facts["agrees"] and facts["layout"] == "TP2 SP DP2" and facts["layers_that_agree"] == "0 to 1"
     assert {row["name"] for row in facts["tensors"]} >= {"layers.1.mlp.linear_fc2", "input_ids"}
     assert "No difference" in (out / "bisect.html").read_text()
-    words = [str(out / "trace"), "--model", str(model), "--against", str(out / "trace"), "--output", str(out)]
+    other = shutil.copytree(out / "trace", tmp_path / "other")
+    wrong = scale_output(other, 1, "layers.1.mlp.linear_fc1")
+    words = [str(out / "trace"), "--model", str(model), "--against", str(other), "--output", str(out)]
     [code] = pool.run("tests.bisection.test_steps:run_command", words, 1)
-    assert code == 0
-    assert json.loads((out / "bisect.json").read_text())["against"] == str(out / "trace")
+    facts = json.loads((out / "bisect.json").read_text())
+    assert (code, facts["against"]) == (DIFFERENT, str(other))
+    assert (facts["first"]["name"], facts["first"]["rank"], facts["first"]["kind"]) == (wrong, 1, "output")
+
+
+def scale_output(trace: Path, rank: int, name: str) -> str:
+    """Make an output of a rank's first micro-batch a little too large, in a trace on disk; returns its name."""
+    rows = json.loads((trace / f"rank-{rank}.json").read_text())["tensors"]
+    [key] = [row["key"] for row in rows if (row["kind"], row["name"], row["microbatch"]) == ("output", name, 0)]
+    file = trace / f"rank-{rank}.safetensors"
+    tensors = load_file(file)
+    tensors[key] *= 1.001
+    save_file(tensors, file)
+    return name
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_against_the_folder_of_a_run(tmp_path: Path, pool: Pool) -> None:
+    """A run in another layout computes the same; one with another loss does not."""
+    inputs = [*write_inputs(tmp_path), "--global_batch_size", "8"]
+    sft(inputs, tmp_path / "same", "--pp", 2, "--max_steps", 1)
+    sft(inputs, tmp_path / "smoothed", "--max_steps", 1, "--label_smoothing_factor", "0.1")
+    run = tmp_path / "same" / "config.yaml"
+    report = tmp_path / "report"
+    found = {}
+    for name in ("same", "smoothed"):
+        words = [str(run), "--layout", "tp2", "--against", str(tmp_path / name), "--output", str(report)]
+        [code] = pool.run("tests.bisection.test_steps:run_command", [*words, "--torch_dtype", "float32"], 1)
+        facts = json.loads((report / "bisect.json").read_text())
+        assert facts["against"] == str(tmp_path / name) and facts["layout"] == "TP2 SP DP1"
+        found[name] = code, facts["first"] and facts["first"]["kind"]
+    assert found == {"same": (0, None), "smoothed": (DIFFERENT, "loss")}
