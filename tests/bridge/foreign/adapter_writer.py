@@ -175,12 +175,13 @@ def changes(hf: dict[str, Any], adapters: tuple[tuple[str, Tensor, Tensor], ...]
 
 
 def write_options(root: Path, bridge: bool, alpha: float, tp: int) -> Path:
-    """Write the options that lie beside such a checkpoint; the names of objects in it must never be imported."""
+    """Write the options that lie beside such a checkpoint. Whoever calls an object that they name makes the folder
+    `called`."""
     if bridge:
         path = root / "iter_0000007" / "run_config.yaml"
         text = (
-            "_target_: tests.bridge.foreign.never_imported.Container\n"
-            "model:\n  _target_: os.system\n  _call_: true\n"
+            "_target_: tests.bridge.foreign.missing.Container\n"
+            f"model:\n  _target_: os.mkdir\n  _call_: true\n  path: {root / 'called'}\n"
             f"peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n  dim: {RANK}\n  alpha: {alpha}\n"
         )
         path.write_text(text)

@@ -15,6 +15,7 @@ import torch
 from megaswift.bridge.convert.to_hf import MegatronToHfOptions, megatron_to_hf
 from megaswift.errors import CheckpointError
 from tests.bridge.folders import make, set_config, tensors_of
+from tests.bridge.foreign.adapter_writer import write_options
 from tests.bridge.foreign.conftest import Written
 from tests.bridge.foreign.megatron_writer import Job
 from tests.bridge.test_convert import assert_same
@@ -66,6 +67,15 @@ def test_weights_of_the_legacy_format(variant: str, job: Job, written: Written, 
     folder, root = written(variant, job)
     out = converted(root, folder, tmp_path / "hf")
     assert_same(tensors_of(out), tensors_of(folder))
+
+
+def test_weights_of_megatron_bridge(written: Written, tmp_path: Path) -> None:
+    """Nothing that its run_config.yaml names is imported or called."""
+    folder, root = written("dense", STACKED)
+    copy = Path(shutil.copytree(root, tmp_path / "bridge"))
+    write_options(copy, bridge=True, alpha=1.0, tp=2)
+    assert_same(tensors_of(converted(copy, folder, tmp_path / "hf")), tensors_of(folder))
+    assert not (copy / "called").exists()
 
 
 @slow
