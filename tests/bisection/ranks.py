@@ -14,6 +14,7 @@ from tests.parity.mtp import MTP
 from tests.parity.oracle import Recipe as Optimizer
 from tests.parity.pool import Pool, RankError
 
+RECORD = "tests.bisection.ranks:record"
 AUX = {"moe_aux_loss_coeff": 0.02, "moe_z_loss_coeff": 0.01}
 
 
@@ -67,7 +68,9 @@ def record(rank: int, world: int, task: Task) -> None:
     context.close()
 
 
-def explained(case: Case, pool: Pool, model: Path, options: Mapping[str, Any], fault: Any = None) -> str:
+def explained(
+    case: Case, pool: Pool, model: Path, options: Mapping[str, Any], fault: Any = None, recorder: str = RECORD
+) -> str:
     """Take the first step of a case that failed, and return bisect's screen for the message of the failure.
 
     Args:
@@ -76,6 +79,7 @@ def explained(case: Case, pool: Pool, model: Path, options: Mapping[str, Any], f
         model: The model's folder.
         options: More options of the configuration.
         fault: A `Fault` to plant.
+        recorder: The function that records on the ranks.
     """
     from megaswift.bisection.report import screen
     from megaswift.errors import UserError
@@ -83,7 +87,7 @@ def explained(case: Case, pool: Pool, model: Path, options: Mapping[str, Any], f
     with tempfile.TemporaryDirectory() as folder:
         task = Task(case, model, Path(folder), fault, options, step=0)
         try:
-            pool.run("tests.bisection.ranks:record", task, case.world)
+            pool.run(recorder, task, case.world)
             found = verdict(task)
         except (RankError, UserError) as error:
             return f"bisect could not take the step: {error}"

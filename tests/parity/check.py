@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from tests.bisection.ranks import explained
+from tests.bisection.ranks import RECORD, explained
 from tests.parity.cases import Case
 from tests.parity.compare import Difference, compare, table
 from tests.parity.measure import Task
@@ -28,12 +29,32 @@ def check(
     options = options or {}
     folder, recipe, _ = references.of(case)
     got = pool.run(target, Task(case, folder, recipe, options=options), case.world)[0]
-    differences = against_hugging_face(case, got, references)
-    title = f"{case} {dict(options)}" if options else str(case)
+    assert_within_limits(against_hugging_face(case, got, references), case, pool, folder, options)
+
+
+def assert_within_limits(
+    differences: list[Difference],
+    case: Case,
+    pool: Pool,
+    folder: Path,
+    options: Mapping[str, Any],
+    recorder: str = RECORD,
+) -> None:
+    """Fail with a table and what bisect says of the first step, unless all differences are within their limits.
+
+    Args:
+        differences: Those of the case.
+        case: The case.
+        pool: Where its ranks run.
+        folder: The model's folder.
+        options: More options of the configuration.
+        recorder: The function by which ranks record the step for bisect.
+    """
     if any(d.bad for d in differences):
+        title = f"{case} {dict(options)}" if options else str(case)
         more = ""
         if options.get("train_type", "full") == "full":
-            more = f"\n{explained(case, pool, folder, options)}"
+            more = f"\n{explained(case, pool, folder, options, recorder=recorder)}"
         raise AssertionError(f"\n{table(title, differences)}{more}")
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaswift.losses.sft import CrossEntropy
+from tests.bisection import ranks
 from tests.parity import measure
 from tests.parity.cases import global_batch, own
 from tests.parity.measure import Task
@@ -142,6 +143,14 @@ def train(rank: int, world: int, task: Task) -> tuple[Reference | None, dict[str
     assert not unwaited, f"never waited for: {unwaited}"
     kinds = [kind for kind, _ in late.bundles]
     return result, {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+
+def record(rank: int, world: int, task: ranks.Task) -> None:
+    """Record a step for bisect (on the ranks)."""
+    import megaswift.engine.megatron.engine  # noqa: F401 (before megatron.core)
+
+    with installed():
+        ranks.record(rank, world, task)
 
 
 def evaluate_between_steps(rank: int, world: int, task: Task) -> list[float]:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from megaswift.losses.sft import CrossEntropy
+from tests.bisection.ranks import explained
 from tests.parity import models
 from tests.parity.cases import global_batch, own, parse
 from tests.parity.measure import Task, build, full
@@ -68,7 +69,10 @@ def test_bf16_within_the_spread_of_hugging_face(text: str, pool: Pool, reference
     got = pool.run("tests.parity.test_bf16:half", Task(case, folder, Recipe()), case.world)[0]
     ours, theirs = distance(got.gradients, truth), distance(rough.gradients(), truth)
     assert theirs > 1e-3, "the bfloat16 oracle did not run in bfloat16"
-    assert ours <= SPREAD * theirs, f"{case}: gradients off by {ours:.2e}, Hugging Face in bfloat16 by {theirs:.2e}"
+    assert ours <= SPREAD * theirs, (
+        f"{case}: gradients off by {ours:.2e}, Hugging Face in bfloat16 by {theirs:.2e}\n"
+        f"{explained(case, pool, folder, {'torch_dtype': 'bfloat16'})}"
+    )
     assert abs(got.loss - losses[0]) <= SPREAD * max(abs(losses[1] - losses[0]), 2e-3 * losses[0])
 
 

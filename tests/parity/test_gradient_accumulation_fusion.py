@@ -8,8 +8,8 @@ import torch
 
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, own, parse
-from tests.parity.check import TRAIN
-from tests.parity.compare import compare, table
+from tests.parity.check import TRAIN, assert_within_limits
+from tests.parity.compare import compare
 from tests.parity.measure import Task, build, full
 from tests.parity.oracle import Oracle, Recipe
 from tests.parity.pool import Pool
@@ -41,13 +41,11 @@ def test_training_is_the_same(text: str, overlap: dict[str, bool], te_pool: Pool
     """Gradients and three steps, with and without; each against the other and against Hugging Face."""
     case = parse(text)
     folder, recipe, want = references.of(case)
-    fused, apart = (
-        te_pool.run(TRAIN, Task(case, folder, recipe, options=overlap | fusion), case.world)[0]
-        for fusion in ({}, {"gradient_accumulation_fusion": False})
-    )
-    for name, got, right in (("fused", fused, want), ("apart", apart, want), ("fused, apart", fused, apart)):
-        differences = compare(got, right, recipe)
-        assert not any(d.bad for d in differences), "\n" + table(f"{text} {name}", differences)
+    ways = (overlap, overlap | {"gradient_accumulation_fusion": False})
+    fused, apart = (te_pool.run(TRAIN, Task(case, folder, recipe, options=way), case.world)[0] for way in ways)
+    for got, way in zip((fused, apart), ways, strict=True):
+        assert_within_limits(compare(got, want, recipe), case, te_pool, folder, way)
+    assert_within_limits(compare(fused, apart, recipe), case, te_pool, folder, overlap)
 
 
 def fused_weights(rank: int, world: int, task: Task) -> tuple[set[str], set[str]]:

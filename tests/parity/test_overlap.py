@@ -6,13 +6,16 @@ from __future__ import annotations
 import pytest
 
 from tests.parity.cases import parse
-from tests.parity.compare import NORM, compare, table
+from tests.parity.check import assert_within_limits
+from tests.parity.compare import NORM, compare
 from tests.parity.measure import Task
 from tests.parity.pool import Pool
 from tests.parity.references import References
 
 pytestmark = pytest.mark.process
 BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+REDUCE = {"overlap_grad_reduce": True}
+RECORD = "tests.parity.deferred:record"
 DEFAULT = ["dense dp2 do", "dense pp2 vpp2 dp2 do tied", "moe dp2 ep2 do"]
 FAMILIES = ("deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "minimax_m2", "olmo2", "phi3", "qwen2_moe")
 REST = [
@@ -35,8 +38,7 @@ def test_nothing_is_read_before_it_has_arrived(text: str, pool: Pool, references
     (got, counts), *others = pool.run(
         "tests.parity.deferred:train", Task(case, folder, recipe, options=BOTH), case.world
     )
-    differences = compare(got, want, recipe)
-    assert not any(d.bad for d in differences), "\n" + table(text, differences)
+    assert_within_limits(compare(got, want, recipe), case, pool, folder, BOTH, RECORD)
     for kinds in (counts, *(kinds for _, kinds in others)):
         assert kinds["gather"] > 3 and kinds["scatter"] >= 3 and kinds["reduce"] >= 1, kinds
 
@@ -58,8 +60,7 @@ def test_reductions_alone(text: str, pool: Pool, references: References) -> None
     """Without the distributed optimizer there are no weights to gather."""
     case = parse(text)
     folder, recipe, want = references.of(case)
-    task = Task(case, folder, recipe, options={"overlap_grad_reduce": True})
+    task = Task(case, folder, recipe, options=REDUCE)
     got, counts = pool.run("tests.parity.deferred:train", task, case.world)[0]
-    differences = compare(got, want, recipe)
-    assert not any(d.bad for d in differences), "\n" + table(text, differences)
+    assert_within_limits(compare(got, want, recipe), case, pool, folder, REDUCE, RECORD)
     assert set(counts) == {"reduce"} and counts["reduce"] >= 4
