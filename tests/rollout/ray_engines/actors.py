@@ -68,12 +68,18 @@ class Actor:
 
 
 def end_actors(monkeypatch: Any) -> None:
-    """Make no more calls, and wait for those under way: no thread of a test goes on beside the next one."""
+    """Make no more calls, and wait for those under way and for timers that would ask again: no thread of a test goes on
+    beside the next one, in which Ray is initialized again."""
+    from megaswift.rollout.ray_engines import sampler
+
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     while STARTED:
         actor = STARTED.pop()
         actor.thread.shutdown()
         actor.control.shutdown()
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer) and thread.function.__module__ == sampler.__name__:
+            thread.join()
 
 
 def engine_group(settings: EngineSettings, monkeypatch: Any, ends: float = 0.0) -> EngineGroup:
