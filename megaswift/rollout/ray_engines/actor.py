@@ -112,9 +112,9 @@ class EngineBoard:
         """Return how often engines were started again."""
         return sum(max(started - 1, 0) for started in self.started)
 
-    def fewest_starts_without_answer(self) -> int:
-        """Return the smallest number, over engines, of starts since the last answer."""
-        return min(self.silent)
+    def starts_without_answer(self) -> list[int]:
+        """Return how often each engine was started since its last answer."""
+        return self.silent
 
     def process_ids(self) -> list[int]:
         """Return the process of each engine."""

@@ -40,7 +40,8 @@ GROUP = 8
 RETRY_SECONDS = 1.0
 """Seconds between questions whether an engine is back."""
 STARTS = 10
-"""Starts of every engine in a row without an answer after which the run ends."""
+"""Starts of every engine in a row without an answer after which the run ends; before its first request, of any
+engine."""
 LOST_SECONDS = 600.0
 """Seconds without a node for any engine after which the run ends. A cluster that replaces nodes has them to do so."""
 
@@ -146,7 +147,7 @@ class RaySampler:
         )
         starting = [engine.back() for engine in engines]
         while wait(starting, PATIENCE_SECONDS).not_done:
-            self._check()
+            self._check(max)  # it waits for all of them
         for future in starting:
             raise_error_of(future.result())
 
@@ -241,11 +242,13 @@ class RaySampler:
         if len(self.dispatcher.there()) < len(self.group.engines):
             self._look_for_lost_nodes()
 
-    def _check(self) -> None:
-        """UserError if every engine was started many times and has not answered, or has lost its node for long."""
-        starts = self._board("fewest_starts_without_answer")
+    def _check(self, counted: Callable[[Sequence[int]], int] = min) -> None:
+        """UserError if every engine was started many times and has not answered, or has lost its node for long.
+        `counted` is `max` where one such engine is enough."""
+        starts = counted(self._board("starts_without_answer"))
         if starts > STARTS:
-            rule = f"each ended {starts - 1} times in a row before it answered"
+            whose = "each" if counted is min else "one of them"
+            rule = f"{whose} ended {starts - 1} times in a row before it answered"
             fix = "see the logs of Ray's workers (`ray logs`): often memory is too small"
             raise UserError(Problem("the sampler engines", rule, fix))
         self._look_for_lost_nodes()
@@ -287,8 +290,8 @@ class RaySampler:
 
     def close(self) -> None:
         """End the engines, and remove the sync folder's files."""
+        self.weights.close()  # first: a cluster that has ended refuses what follows
         self.group.close()
-        self.weights.close()
 
 
 class RayServerSampler(RaySampler):

@@ -18,7 +18,7 @@ from megaswift.errors import UserError, WeightsError
 from megaswift.rollout.backends.transformers_sampler import build
 from megaswift.rollout.ray_engines import dispatch
 from megaswift.rollout.ray_engines import sampler as module
-from megaswift.rollout.ray_engines.actor import SamplerEngine
+from megaswift.rollout.ray_engines.actor import EngineAnswer, SamplerEngine
 from megaswift.rollout.ray_engines.cluster import EngineSettings
 from megaswift.rollout.ray_engines.dispatch import EngineLost
 from megaswift.rollout.ray_engines.sampler import RayEngine, RaySampler, RayServerSampler, future_of, make_ray_sampler
@@ -142,6 +142,41 @@ def test_engines_that_always_end_end_the_run(model: Path, tmp_path: Path, monkey
     monkeypatch.setattr(SamplerEngine, "ready", lambda self: time.sleep(1))
     with pytest.raises(UserError, match="the sampler engines: each ended .* times in a row"):
         sampler.generate(PROMPTS, DRAWN, SEEDS)
+
+
+def test_one_engine_that_always_ends_at_the_start_ends_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are ready, and wait for it."""
+    from ray.exceptions import ActorUnavailableError
+
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
+    ended = []
+
+    def ready(self: SamplerEngine) -> EngineAnswer:
+        if self.number == 1 and not ended:
+            self.board.begin.remote(1, 0)
+            raise ActorUnavailableError("restarting", None)
+        return EngineAnswer()
+
+    monkeypatch.setattr(SamplerEngine, "ready", ready)
+    with pytest.raises(UserError, match="the sampler engines: one of them ended .* times in a row"):
+        made(model, tmp_path, monkeypatch)
+    ended.append(True)  # it is asked no more
+
+
+def test_the_weights_in_the_sync_folder_do_not_outlive_a_cluster_that_has_ended(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close() -> None:
+        raise ConnectionError
+
+    sampler = made(model, tmp_path, monkeypatch)
+    sampler.update_weights(weights(model))
+    monkeypatch.setattr(sampler.group, "close", close)
+    with pytest.raises(ConnectionError):
+        sampler.close()
+    assert not (tmp_path / "sync").exists()
 
 
 def test_an_engine_that_cannot_be_made_ends_the_run(
