@@ -7,6 +7,7 @@ Code of the user's that does not return is an error too, which ends the process:
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import inspect
 import itertools
@@ -48,6 +49,20 @@ def import_user_file(path: Path, flag: str) -> Mapping[str, Any]:
     with convert_user_code_errors(lambda trace: ConfigError(Problem(flag, f"importing the file failed\n{trace}"))):
         spec.loader.exec_module(module)
     return vars(module)
+
+
+_known: dict[Path, tuple[str, Mapping[str, Any]]] = {}
+"""File -> the digest of its content, and the names that it defines."""
+
+
+def names_of_user_file(path: Path, flag: str) -> Mapping[str, Any]:
+    """Return the names that a file defines. The file runs once in a process, however often it is asked for: a check asks
+    before the model is built, and the part that uses it asks again. A file that has changed runs again."""
+    place = path.resolve()
+    digest = hashlib.sha256(place.read_bytes()).hexdigest() if place.is_file() else ""
+    if place not in _known or _known[place][0] != digest:
+        _known[place] = digest, import_user_file(path, flag)
+    return _known[place][1]
 
 
 def _module_name(path: Path) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaswift.base.named_object import NamedObject, short_name
-from megaswift.base.user_code import convert_user_code_errors, import_user_file
+from megaswift.base.user_code import convert_user_code_errors, names_of_user_file
 from megaswift.errors import ConfigError, Problem, did_you_mean_hint, missing_path_hint
 from megaswift.options.plugins import ORM
 from megaswift.rewards.reward_input import RewardInput
@@ -84,7 +84,7 @@ def load_user_reward_function(text: str) -> UserFunction:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(Problem(flag, f"no such file: {path}", missing_path_hint(path)))
-    names = import_user_file(path, flag)
+    names = names_of_user_file(path, flag)
     if name not in names:
         own = [n for n, thing in names.items() if callable(thing) and not n.startswith("_")]
         raise ConfigError(

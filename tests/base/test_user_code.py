@@ -204,6 +204,22 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     assert [module.f() for module in modules] == ["a", "b"]
 
 
+def test_a_file_with_a_reward_and_an_environment_runs_once(tmp_path: Path) -> None:
+    """Though both are looked up before the model is built and after it: they share what the file keeps."""
+    from megaswift.rewards.user_function import load_user_reward_function
+    from megaswift.trainers.rl.environment import load_environment_class
+
+    file = tmp_path / "both.py"
+    text = "made = []\n\ndef score(completions):\n    return made\n\ndef world():\n    made.append(len(made))\n"
+    file.write_text(text, encoding="utf-8")
+    for _ in range(2):
+        load_environment_class(f"{file}:world")()
+        reward = load_user_reward_function(f"{file}:score")
+    assert reward.function([]) == [0, 1]
+    file.write_text(text.replace("return made", "return 7"), encoding="utf-8")
+    assert load_user_reward_function(f"{file}:score").function([]) == 7
+
+
 def test_a_call_that_ends_while_its_time_is_renewed_stays_ended() -> None:
     """A thread renews it, another one finishes it: the clock would end the process for a call that has returned."""
     clock = UserCodeClock()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaswift.base.named_object import NamedObject, find_object, names_module
-from megaswift.base.user_code import convert_user_code_errors, defined_at, import_user_file
+from megaswift.base.user_code import convert_user_code_errors, defined_at, names_of_user_file
 from megaswift.errors import ConfigError, Problem, RewardError, UserError, did_you_mean_hint, without_control_characters
 from megaswift.options.plugins import PLUGINS
 from megaswift.rewards.scoring import USABLE, float_or_none, is_usable
@@ -72,7 +72,7 @@ def load_environment_class(text: str) -> Callable[[], Environment]:
     elif names_module(text):
         environment = find_object(text, "environment")
     else:
-        names = import_user_file(Path(file).expanduser(), flag)
+        names = names_of_user_file(Path(file).expanduser(), flag)
         environment = names.get(name)
     if environment is None:
         raise ConfigError(
