@@ -56,7 +56,7 @@ _known: dict[Path, tuple[str, Mapping[str, Any]]] = {}
 
 
 def names_of_user_file(path: Path, flag: str) -> Mapping[str, Any]:
-    """Return the names that a file defines. The file runs once in a process, however often it is asked for: a check asks
+    """Return the names that a file defines. The file runs once in a process, though a check asks for it
     before the model is built, and the part that uses it asks again. A file that has changed runs again."""
     place = path.resolve()
     digest = hashlib.sha256(place.read_bytes()).hexdigest() if place.is_file() else ""

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from safetensors.torch import load_file
 from megaswift.data.prompts.source import Prompt
 from megaswift.errors import CheckpointError, ConfigError
 from megaswift.rollout.sampler import Completion
+from megaswift.run.policy_task import rollout_files
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl import record
 from megaswift.trainers.rl.generation import completion_seeds
@@ -336,6 +338,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--save_rollouts .*/file: cannot be made a folder: File exists"):
         RolloutWriter(tmp_path / "file", resumed=False)
+
+
+def test_a_run_that_begins_its_data_anew_goes_on_with_no_record(tmp_path: Path) -> None:
+    """Its generations have the numbers of those that are there."""
+    RolloutWriter(tmp_path, resumed=False).write(rollouts())
+    rollout = SimpleNamespace(save_rollouts=str(tmp_path), replay_rollouts=None)
+
+    def plan(ignore: bool) -> Any:
+        cfg = SimpleNamespace(rollout=rollout, checkpoint=SimpleNamespace(ignore_data_skip=ignore))
+        return SimpleNamespace(resumed=tmp_path, cfg=cfg)
+
+    assert isinstance(rollout_files(plan(False))[0], RolloutWriter)
+    with pytest.raises(ConfigError, match="has the rollouts of another run"):
+        rollout_files(plan(True))
 
 
 def test_generations_that_do_not_follow_each_other(tmp_path: Path) -> None:

@@ -157,3 +157,4 @@ def test_a_request_is_interrupted_by_its_key(model: Path, tmp_path: Path) -> Non
     assert one.ask(asked).checked(first).completions == begun
     whole = one.ask(EngineRequest(first, PROMPTS, DRAWN, [5, 6], [Completion((), (), False)] * 2, "b"))
     assert [c.token_ids for c in whole.completions] == [c.token_ids for c in drawn(model, first)]
+    assert one.interrupted == set()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -151,18 +152,22 @@ def test_one_engine_that_always_ends_at_the_start_ends_the_run(
     from ray.exceptions import ActorUnavailableError
 
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
-    ended = []
+    ended = Event()
+    answered = Event()
 
     def ready(self: SamplerEngine) -> EngineAnswer:
-        if self.number == 1 and not ended:
+        if self.number == 1 and not ended.is_set():
             self.board.begin.remote(1, 0)
             raise ActorUnavailableError("restarting", None)
+        if self.number == 1:
+            answered.set()
         return EngineAnswer()
 
     monkeypatch.setattr(SamplerEngine, "ready", ready)
     with pytest.raises(UserError, match="the sampler engines: one of them ended .* times in a row"):
         made(model, tmp_path, monkeypatch)
-    ended.append(True)  # it is asked no more
+    ended.set()
+    assert answered.wait(10), "then it is asked no more"
 
 
 def test_the_weights_in_the_sync_folder_do_not_outlive_a_cluster_that_has_ended(
@@ -225,6 +230,43 @@ def test_an_engine_that_is_away_holds_up_no_sync(model: Path, tmp_path: Path, mo
     started.set_result(None)
     sampler.generate(PROMPTS, DRAWN, SEEDS)
     assert sampler.generate(PROMPTS, DRAWN, SEEDS) == alone(model, 1.5) and engines[0].digest == engines[1].digest
+
+
+def test_an_engine_that_ends_during_a_sync_is_away(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = made(model, tmp_path, monkeypatch)
+    monkeypatch.setattr(RayEngine, "back", lambda self: Future())
+    sampler.group.engines[2].ends = 1.0
+    sampler.update_weights(weights(model))
+    assert sampler.dispatcher.there() == [1, 0]
+
+
+def test_time_without_any_node_counts_from_the_last_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that has had a node since begins it anew."""
+    sampler = made(model, tmp_path, monkeypatch)
+    for now, lost in ((0, 3), (500, 2), (700, 3), (1200, 3)):
+        monkeypatch.setattr(module.time, "monotonic", lambda now=now: now)
+        monkeypatch.setattr(sampler.group, "without_node", lambda lost=lost: lost)
+        sampler._check()
+    monkeypatch.setattr(module.time, "monotonic", lambda: 1301)
+    with pytest.raises(UserError, match="have lost their nodes"):
+        sampler._check()
+
+
+def test_a_server_s_engine_writes_one_prompt_with_its_seed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a batch, whatever its number."""
+    plan = settings(model, tmp_path)
+    sampler = RayServerSampler(engine_group(plan, monkeypatch), plan, model, 4)
+    assert sampler.dispatcher.order == [1, 2, 0], "ranks begin with different engines"
+    sampler.update_weights([(n, t * 1.5) for n, t in weights(model)])
+    found = [sampler.generate_one(PROMPTS[i], DRAWN, SEEDS[i], 0).token_ids for i in (0, 4)]
+    whole = alone(model, 1.5)
+    assert found == [whole[0].token_ids, whole[4].token_ids]
 
 
 def test_an_answer_that_was_lost_with_its_node() -> None:

@@ -5,19 +5,23 @@ Covers: megaswift/rollout/ray_engines/guard.py, megaswift/rollout/ray_engines/se
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import psutil
 import pytest
 
+from megaswift.errors import Problem
 from megaswift.rollout.ray_engines import server
 from megaswift.rollout.ray_engines.server import EngineServer, sglang_words, vllm_words
 from megaswift.rollout.sampler import SamplerOptions
-from megaswift.rollout.server_client import ServerError
+from megaswift.rollout.server_client import SamplingServer, ServerError
 from tests.sources import ROOT
 
 OPTIONS = SamplerOptions(dtype="bfloat16", batch_size=9, max_length=96, tensor_parallel_size=2, memory_share=0.8)
@@ -151,3 +155,23 @@ def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ServerError, match="(?s)ended before it was ready.*no such flag: refuse"):
         EngineServer("vllm", Path(), SamplerOptions(), tmp_path / "logs" / "log")
     assert time.monotonic() - began < 20
+
+
+def test_a_server_that_is_not_ready_in_time_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its guard's pipe is closed."""
+
+    class Starter:
+        stdin = io.BytesIO()
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.wait = Event().wait
+
+    def never(self: SamplingServer, seconds: float) -> None:
+        raise ServerError(Problem(self.base_url, "does not answer"))
+
+    monkeypatch.setattr(server.subprocess, "Popen", Starter)
+    monkeypatch.setattr(server, "START_SECONDS", 3.0)
+    monkeypatch.setattr(SamplingServer, "reach", never)
+    with pytest.raises(ServerError, match="is not ready after 3 seconds"):
+        EngineServer("vllm", tmp_path, SamplerOptions(), tmp_path / "log")
+    assert Starter.stdin.closed

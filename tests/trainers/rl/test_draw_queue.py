@@ -305,3 +305,9 @@ def test_no_schedule_breaks_the_bound(part: int, monkeypatch: pytest.MonkeyPatch
     assert older > SCHEDULES // 16 and ahead > SCHEDULES // 8, "most of them sample ahead, many at the bound"
     assert mixed > SCHEDULES // 40, "completions are interrupted"
     assert overtaken > SCHEDULES // 80 and dropped > SCHEDULES // 500, (overtaken, dropped)
+
+
+def test_the_last_generation_may_have_fewer_steps() -> None:
+    """It is drawn ahead like any other, and none for steps after the run's last."""
+    for last, places in ((4, 0), (5, 1), (8, 1), (9, 2), (99, 2)):
+        assert DrawQueue(8, 4, last=last).room(0, 4) == places

@@ -137,6 +137,22 @@ def test_log_probabilities_are_those_of_the_own_tokens(model: Path, file: Path) 
         torch.testing.assert_close(torch.tensor(talk.logprobs), want, rtol=0, atol=5e-6)
 
 
+def test_a_turn_that_is_longer_than_its_room_is_cut(model: Path, file: Path) -> None:
+    """With its log-probabilities: turns that are sampled together have the largest room of all."""
+    tokenizer, prompts, _ = talked(model, file, 1, 4)
+
+    class Long:
+        def generate(self, prompts: Any, sampling: SamplingParams, seeds: Any) -> list[Completion]:
+            return [Completion((*range(3, 10), 1), tuple(-i / 8 for i in range(8)), True) for _ in prompts]
+
+    made = load_environment_class(f"{file}:Echo")
+    talk = MultiTurnRunner(lambda: EnvironmentWithNamedErrors("x", made()), ChatTurns(tokenizer), None)
+    sampler: Any = Long()
+    (found,) = talk.write(sampler, SamplingParams(5, stop_token_ids=(1,)), prompts[:1], [11])
+    assert found.token_ids == (3, 4, 5, 6, 7) and not found.finished
+    assert found.logprobs == (0.0, -0.125, -0.25, -0.375, -0.5)
+
+
 class Calculator:
     """A tool: it adds what a call names, and ends with the first answer that is none."""
 

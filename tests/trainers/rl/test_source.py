@@ -474,6 +474,23 @@ def test_a_draw_counts_by_its_place_in_the_queue() -> None:
     assert asked == [*range(8, 24)] and second.metrics["sampling/staleness_max"] <= 4
 
 
+@pytest.mark.parametrize(("overtakes", "left"), [(True, [2, 3, 4]), (False, [])])
+def test_draws_behind_one_that_is_too_old(overtakes: bool, left: list[int]) -> None:
+    """They stay where draws overtake each other; else all are drawn again."""
+    made, resumed = (source(max_staleness=4) for _ in range(2))
+    made.next()
+    state = json.loads(json.dumps(made.state_dict()))
+    draws = state["queue"]["draws"]
+    assert [draw["number"] for draw in draws] == [1, 2, 3, 4]
+    draws[0]["version"] = -9
+    scheduler = resumed.parts.scheduler
+    scheduler.queue.overtakes = overtakes
+    resumed.load_state_dict(state)
+    assert [draw.number for draw in scheduler.queue.draws] == left
+    again = [place for draw in draws if draw["number"] not in left for place in draw["places"]]
+    assert scheduler.prompts.returned == again
+
+
 def test_dropped_draws_are_counted_once() -> None:
     made = source(max_staleness=4)
     scheduler = made.parts.scheduler
