@@ -26,6 +26,8 @@ from megaswift.trainers.rl.adapters import adapter_problems, is_adapted
 from megaswift.trainers.rl.options.generation_batch import generation_batch_plan
 
 TRANSFORMERS = "transformers"
+SHAPE = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Fields of config.json that a critic or reference shares with the policy."""
 CONFIG = "config.json"
 """A file of every model's folder."""
 REGISTERED = "for a function of your own, FILE.py:FUNCTION, or --external_plugins with the file that registers it"
@@ -187,6 +189,22 @@ def other_model_folder_problems(cfg: SwiftConfig) -> Iterator[Problem]:
             )
         elif flag == "reward_model":
             yield from scalar_head_problems(f"--{flag} {folder}", read_config_json(path))
+        else:
+            yield from other_shape_problems(f"--{flag} {folder}", path, Path(cfg.model.model or "").expanduser())
+
+
+def other_shape_problems(label: str, other: Path, policy: Path) -> Iterator[Problem]:
+    """Report the first field by which a model that takes the policy's place has another shape; nothing if the policy's
+    folder has no config.json at its top."""
+    if not (policy / CONFIG).is_file():
+        return
+    mine = read_config_json(policy)
+    theirs = read_config_json(other)
+    for name in SHAPE:
+        if name in mine and name in theirs and mine[name] != theirs[name]:
+            rule = f"has another shape than the policy: {name} is {theirs[name]}, and {mine[name]} in {policy}"
+            yield Problem(label, rule, "give a model of the policy's family and size")
+            return
 
 
 def engine_size_problems(cfg: SwiftConfig, world_size: int) -> Iterator[Problem]:

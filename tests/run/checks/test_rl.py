@@ -84,6 +84,19 @@ def test_a_mistake(options: dict[str, object], expected: str) -> None:
     assert found.startswith(expected)
 
 
+@pytest.mark.parametrize("flag", ["critic_model", "ref_model"])
+def test_a_model_that_takes_the_policys_place_has_its_shape(flag: str, tmp_path: Path) -> None:
+    for name, layers in (("policy", 2), ("same", 2), ("deeper", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"model_type": "qwen3", "num_hidden_layers": {layers}}}')
+    model = str(tmp_path / "policy")
+    assert told(task="ppo", model=model, **{flag: str(tmp_path / "same")}) == []
+    assert told(task="ppo", **{flag: str(tmp_path / "deeper")}) == []
+    (found,) = told(task="ppo", model=model, **{flag: str(tmp_path / "deeper")})
+    what = f"--{flag} {tmp_path / 'deeper'}: has another shape than the policy: num_hidden_layers is 3, and 2 in"
+    assert found.startswith(what)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

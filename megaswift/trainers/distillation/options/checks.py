@@ -32,7 +32,7 @@ DISTILLATION_IGNORED: tuple[IgnoredOption, ...] = tuple(
         ("lmbda", "seq_kd"),
         _reads_rows_alone,
         "with lmbda 0 and without seq_kd every step trains on the rows' own answers",
-        "leave it out, or --lmbda 0.5",
+        "--lmbda 0.5",
     )
     for name in SAMPLING
 ) + (
@@ -49,7 +49,7 @@ DISTILLATION_IGNORED: tuple[IgnoredOption, ...] = tuple(
             ("advantage_estimator",),
             lambda c: c.task in GRPO and advantage_estimator_entry_of(c).teacher,
             "the advantages of teacher_kl are a teacher's, without a reward",
-            "leave it out, or another --advantage_estimator",
+            "another --advantage_estimator",
         )
         for name in ("reward_funcs", "reward_model", "environment")
     ),
