@@ -331,8 +331,9 @@ def _repeated(rows: Mapping[Microbatch, Mapping[str, Tensor]]) -> Iterator[str]:
 def _recomputed(
     rank: RankTrace, place: Coordinates, entry: Entry, order: Mapping[tuple[str, str], int]
 ) -> Iterator[Verdict]:
-    """An output of a recomputation against the same output of the forward pass: both do the same with the same numbers,
-    and may differ by one unit in the last place where gradients choose another kernel. Layers come last first."""
+    """Compare an output of a recomputation with that of the forward pass. Both are computed from the same numbers, and
+    may differ by one unit in the last place where another kernel runs if gradients are needed. The last layer comes
+    first, as in the backward pass."""
     forward = rank.tensors.get(Entry(OUTPUT, entry.name, entry.microbatch))
     if forward is None or entry.microbatch is None:
         return

@@ -27,7 +27,7 @@ INPUT = "input"
 OUTPUT = "output"
 LOSS = "loss"
 RECOMPUTED = "recomputed"
-"""An output that a recomputation gave otherwise than the forward pass; of outputs that are the same there is none."""
+"""An output of a recomputation that differs from that of the forward pass; equal ones are not kept."""
 BACKWARD = "output_gradient"
 GRADIENT = "gradient"
 CLIPPED = "clipped_gradient"
@@ -36,7 +36,7 @@ GATHERED = "gathered_weight"
 KINDS = (INPUT, OUTPUT, LOSS, RECOMPUTED, BACKWARD, GRADIENT, CLIPPED, WEIGHT, GATHERED)
 """In the order of a step."""
 DIVISION = "division"
-"""Of the comparison only: whether a layer is on one pipeline stage."""
+"""Whether a layer is on exactly one pipeline stage; the comparison finds it, and no trace has it."""
 OF_PARAMETERS = (GRADIENT, CLIPPED, WEIGHT, GATHERED)
 FIELDS = ("input_ids", "labels", "loss_weights", "valid", "cu_seqlens")
 """Names of inputs: the fields of a micro-batch that the reference needs."""

@@ -21,8 +21,8 @@ from megaswift.rollout.sampler import SamplerOptions
 PLACED_SECONDS = 120.0
 """Seconds that other users of the cluster have to free what the engines need."""
 NODE_LABEL = "ray.io/node-id"
-"""Ray's own label of each node. An affinity to a node would be soft, and missed by a node that Ray has just added, or
-an error there."""
+"""Ray's own label of each node. On a node that Ray has just added, a soft affinity may place an actor elsewhere, and a
+hard one fails."""
 AUTH_MODE = "RAY_AUTH_MODE"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 

@@ -43,7 +43,7 @@ STARTS = 10
 """Starts of every engine in a row without an answer after which the run ends; before its first request, of any
 engine."""
 LOST_SECONDS = 600.0
-"""Seconds without a node for any engine after which the run ends. A cluster that replaces nodes has them to do so."""
+"""Seconds without a node for any engine after which the run ends: time in which a cluster may replace nodes."""
 
 
 class RayEngine:

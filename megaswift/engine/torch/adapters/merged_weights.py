@@ -96,7 +96,8 @@ class MergedAdapterWeights:
         return places
 
     def reader(self, tensors: Iterator[Tensor]) -> Callable[[str], Tensor]:
-        """Return what makes each weight of the whole tensors that `needed` names, once and in the order given there."""
+        """Return a function that makes a weight from the whole tensors that `needed` names. It is called once for each
+        name, in the order given there."""
         ready: dict[str, Tensor] = {}
 
         def read(name: str) -> Tensor:

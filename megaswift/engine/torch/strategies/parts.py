@@ -1,4 +1,4 @@
-"""Makes whole tensors of the equal parts that ranks hold: of many tensors at a time, in one buffer for each rank."""
+"""Joins the equal parts of tensors that ranks hold: many tensors at a time, in one buffer for each rank."""
 
 from __future__ import annotations
 
