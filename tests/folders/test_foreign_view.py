@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastapi.testclient import TestClient
 
-from megaswift import infer
+from megaswift import deploy, export, infer
 from megaswift.bridge.convert.to_megatron import HfToMegatronOptions, hf_to_megatron
 from megaswift.bridge.weight_source import open_weights
 from megaswift.errors import UserError
@@ -26,6 +28,9 @@ from megaswift.options.files import CONFIG_HEADER
 from megaswift.trainers.checkpoints import resume_step_candidates
 from megaswift.trainers.hooks.metrics import read_lines
 from tests.bridge.folders import tensors_of
+from tests.bridge.foreign.megatron_writer import Job
+from tests.bridge.test_convert import assert_same
+from tests.parity.pool import Pool
 from tests.trainers.inputs import logits, write_conversations, write_model
 from tests.trainers.runs import run
 
@@ -125,3 +130,50 @@ def test_training(engine: list[str], folder: Path, foreign: Path, tmp_path: Path
         run(words, out, "--logging_steps", 1)
         losses.append([line["loss"] for line in read_lines(out / "metrics.jsonl")])
     assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_adapters_from_training_to_serving(
+    folder: Path, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA on two pipeline stages, merged and served: as from the Hugging Face folder with the template of DIR."""
+    job = Job(str(folder), str(tmp_path / "megatron" / "iter_0000007"), tp=2, pp=2, padding=3)
+    pool.run("tests.bridge.foreign.megatron_writer:run", job, job.world)
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("7")
+    hf = Path(shutil.copytree(folder, tmp_path / "hf"))
+    template = "<u>" + (hf / "chat_template.jinja").read_text()
+    (hf / "chat_template.jinja").write_text(template)
+    described = Path(shutil.copytree(hf, tmp_path / "dir", ignore=shutil.ignore_patterns("*.safetensors")))
+    data = str(write_conversations(tmp_path / "data.jsonl"))
+    answers: list[Any] = []
+    monkeypatch.setattr("megaswift.deploy._serve", lambda cfg, app, listener, blind: answers.append(ask(app, listener)))
+    found = []
+    for name, model in (
+        ("whole", ["--model", str(hf)]),
+        ("foreign", ["--model", str(tmp_path / "megatron"), "--hf_config", str(described)]),
+    ):
+        out = tmp_path / name
+        words = [*model, "--dataset", data, "--per_device_train_batch_size", "4", "--max_steps", "3", "--lr", "1e-2"]
+        run(words, out, "--train_type", "lora", "--pp", 2, "--logging_steps", 1)
+        adapters = ["--adapters", str(out / "adapter")]
+        merged = tmp_path / f"{name}-merged"
+        assert export.main([*adapters, "--merge_lora", "true", "--output_dir", str(merged)]) == 0
+        assert deploy.main([*adapters, "--port", "0", "--served_model_name", "m"]) == 0
+        losses = [line["loss"] for line in read_lines(out / "metrics.jsonl")]
+        found.append((losses, (merged / "chat_template.jinja").read_text(), tensors_of(merged)))
+    (whole, shown, weights), (losses, foreign_shown, foreign_weights) = found
+    assert losses == whole and len(losses) == 3
+    assert foreign_shown == shown == template
+    assert_same(foreign_weights, weights)
+    assert answers[0] == answers[1] and answers[0]["usage"]["prompt_tokens"] == len("uu1+2?ea")
+
+
+def ask(app: Any, listener: socket.socket) -> dict[str, Any]:
+    """A server's greedy answer with its log-probabilities, and its counts of tokens."""
+    listener.close()
+    turns = [{"role": "user", "content": "1+2?"}]
+    body = {"model": "m", "messages": turns, "max_tokens": 8, "temperature": 0, "logprobs": True}
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        answer = client.post("/v1/chat/completions", json=body).json()
+    return {name: answer[name] for name in ("usage", "choices")}
