@@ -110,7 +110,8 @@ def compare_with(trace: Trace, model: Path, steps: References, other: ReferenceS
     own = joined_parameters(trace, placement, (CLIPPED, WEIGHT))
     if CLIPPED not in own:
         gradients = joined_parameters(trace, placement, (GRADIENT,)).get(GRADIENT, {})
-        own[CLIPPED] = {name: g * steps.base.clipping for name, g in gradients.items()}
+        clipping = steps.recipe.clipping(gradients.values())
+        own[CLIPPED] = {name: g * clipping for name, g in gradients.items()}
     base = with_own_gradients(steps.base, own, steps)
     perturbed = (with_own_gradients(step, own, steps, seed) for seed, step in enumerate(steps.perturbed))
     if other is None:

@@ -57,6 +57,11 @@ class Recipe:
     ahead_detached: bool = False
     """No gradient flows from these layers into the embedding, the decoder and the head."""
 
+    def clipping(self, gradients: Iterable[Tensor]) -> float:
+        """Return the factor that clips the global norm of the gradients."""
+        norm = sum(float(g.square().sum()) for g in gradients) ** 0.5
+        return min(1.0, self.max_grad_norm / (norm + CLIP_EPSILON)) if self.max_grad_norm > 0 else 1.0
+
     def updated(self, name: str, weight: Tensor, gradient: Tensor) -> Tensor:
         """Take the first step of the optimizer with a clipped gradient."""
         decay = self.weight_decay if weight.dim() > 1 and not name.endswith("bias") else 0.0
@@ -74,8 +79,6 @@ class ReferenceStep:
     parameters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     start: dict[str, Tensor] = field(default_factory=dict)
     """The weights before the step, of the exact one."""
-    clipping: float = 1.0
-    """The factor on gradients."""
 
     def order(self) -> dict[tuple[str, str], int]:
         """(Kind, name) to its place in the order of computation."""
@@ -152,14 +155,11 @@ class HuggingFaceStep:
         trained: set[str],
     ) -> None:
         """Clip by the global norm, then take the first step of the optimizer."""
-        recipe = self.recipe
         reduced = _by_disk_name(model, ahead, gradients)
         used = {name: g for name, g in reduced.items() if name in trained}
-        norm = sum(float(g.square().sum()) for g in used.values()) ** 0.5
-        if recipe.max_grad_norm > 0:
-            step.clipping = min(1.0, recipe.max_grad_norm / (norm + CLIP_EPSILON))
+        clipping = self.recipe.clipping(used.values())
         step.parameters[GRADIENT] = {name: g.float() for name, g in used.items()}
-        step.parameters[CLIPPED] = {name: (g * step.clipping).float() for name, g in used.items()}
+        step.parameters[CLIPPED] = {name: (g * clipping).float() for name, g in used.items()}
         step.start = {name: p for name, p in _by_disk_name(model, ahead, main).items() if name in used}
 
     def modules(self, model: nn.Module, ahead: LayersAhead | None, name: str) -> list[nn.Module]:

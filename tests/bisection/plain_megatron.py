@@ -23,22 +23,25 @@ class PlainTask:
     trace: Path
     tp: int
     pp: int
-    fault: bool = False
-    """The first product of the MLP of layer 2 is a little too large on tensor-parallel rank 1."""
+    ep: int = 1
+    dtype: str = "float32"
+    fault: float = 0.0
+    """The part by which the product of queries, keys and values of layer 2 is too large on tensor-parallel rank 1."""
 
 
-def write_model(folder: Path) -> Path:
-    """A Qwen3 whose vocabulary needs no padding: Megatron-LM's own softmax counts padded rows."""
+def write_model(folder: Path, variant: str = "dense", dtype: str = "float32") -> Path:
+    """A model whose vocabulary needs no padding: Megatron-LM's own softmax counts padded rows."""
+    import torch
     import transformers
 
     from tests.parity.models import config, randomize
 
     if not (folder / "config.json").exists():
-        made = config("dense")
+        made = config(variant)
         made.vocab_size = 256
         model = transformers.AutoModelForCausalLM.from_config(made)
         randomize(model, 7)
-        model.save_pretrained(folder)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
@@ -86,7 +89,9 @@ def record(rank: int, world: int, task: PlainTask) -> None:
     from megaswift.models.weights.table import padded_vocabulary_size
     from megaswift.parallel.layout import Layout
 
-    layout = Layout(world, tp=task.tp, pp=task.pp)
+    dtype = getattr(torch, task.dtype)
+    half = dtype == torch.bfloat16
+    layout = Layout(world, tp=task.tp, pp=task.pp, ep=task.ep)
     context = ParallelContext(layout)  # Megatron-Core's groups, and its calls of CUDA on a CPU
     read = read_config_json(task.model)
     spec = family_of(read).spec(read)
@@ -108,8 +113,9 @@ def record(rank: int, world: int, task: PlainTask) -> None:
         hidden_dropout=0.0,
         tensor_model_parallel_size=task.tp,
         pipeline_model_parallel_size=task.pp,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=half,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -140,7 +146,14 @@ def record(rank: int, world: int, task: PlainTask) -> None:
         parameter.data.copy_(entry.read(source, task.tp, context.coordinates.tp, padded))
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     options = OptimizerConfig(
-        optimizer="adam", lr=LR, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-5, clip_grad=0.5
+        optimizer="adam",
+        lr=LR,
+        weight_decay=0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_eps=1e-5,
+        clip_grad=0.5,
+        bf16=half,
     )
     if hasattr(MegatronOptimizer, "has_grad_norm_group"):  # 0.19 asks for it by a CUDA tensor; no parameter has a group
         MegatronOptimizer.has_grad_norm_group = lambda *_: False
@@ -148,7 +161,7 @@ def record(rank: int, world: int, task: PlainTask) -> None:
     if task.fault:
         for chunk_layer in model.decoder.layers:
             if chunk_layer.layer_number == 3 and context.coordinates.tp == 1:
-                chunk_layer.mlp.linear_fc1.weight.data.mul_(1.001)
+                chunk_layer.self_attention.linear_qkv.weight.data.mul_(1 + task.fault)
 
     rows = list(batches())
     for number, fields in enumerate(rows):
@@ -183,7 +196,7 @@ def record(rank: int, world: int, task: PlainTask) -> None:
     )
     recorder.parameters("gradient", lambda p: p.main_grad)
     optimizer.step()
-    recorder.parameters("weight", lambda p: p.data)
-    recorder.write("float32", LR)
+    recorder.parameters("weight", lambda p: getattr(p, "main_param", p))
+    recorder.write(task.dtype, LR)
     torch.distributed.barrier()
     context.close()

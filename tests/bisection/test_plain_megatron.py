@@ -19,10 +19,11 @@ from tests.sources import ROOT
 
 
 @pytest.mark.process
-def test_megatron_cores_own_model(tmp_path: Path, pool: Pool) -> None:
-    """TP 2, PP 2: without a fault nothing differs; a shard that is 1.001 times too large is named."""
-    model = write_model(tmp_path / "model")
-    task = PlainTask(model, tmp_path / "trace", 2, 2)
+@pytest.mark.parametrize(("dtype", "fault"), [("float32", 1e-3), pytest.param("bfloat16", 1.0, marks=pytest.mark.slow)])
+def test_megatron_cores_own_model(dtype: str, fault: float, tmp_path: Path, pool: Pool) -> None:
+    """TP 2, PP 2: without a fault nothing differs; a shard that is too large is named."""
+    model = write_model(tmp_path / "model", dtype=dtype)
+    task = PlainTask(model, tmp_path / "trace", 2, 2, dtype=dtype)
     pool.run("tests.bisection.plain_megatron:record", task, 4)
     options = {"learning_rate": LR, "adam_epsilon": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0}
     trace = Trace.open(task.trace)
@@ -35,11 +36,11 @@ def test_megatron_cores_own_model(tmp_path: Path, pool: Pool) -> None:
     assert kinds == {"input", "output", "loss", "output_gradient", "gradient", "weight"}
     assert {"output_layer", "layers.3.self_attention.k_layernorm", "embedding"} <= {v.name for v in found.verdicts}
 
-    wrong = replace(task, trace=tmp_path / "wrong", fault=True)
+    wrong = replace(task, trace=tmp_path / "wrong", fault=fault)
     pool.run("tests.bisection.plain_megatron:record", wrong, 4)
     first = compare_with(Trace.open(wrong.trace), model, steps).first
-    assert first is not None and (first.name, first.kind) == ("layers.2.mlp.linear_fc1", "output")
-    assert first.place.tp == 1 and first.difference == pytest.approx(1e-3, rel=0.05)
+    assert first is not None and (first.name, first.kind) == ("layers.2.self_attention.linear_qkv", "output")
+    assert first.place.tp == 1 and first.difference == pytest.approx(fault, rel=0.05)
 
 
 def test_the_recorder_is_short() -> None:
