@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -40,6 +41,8 @@ DIVISION = "division"
 OF_PARAMETERS = (GRADIENT, CLIPPED, WEIGHT, GATHERED)
 FIELDS = ("input_ids", "labels", "loss_weights", "valid", "cu_seqlens")
 """Names of inputs: the fields of a micro-batch that the reference needs."""
+LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)")
+"""An expert by its number on the rank, as plain Megatron names its parameters."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,11 @@ class Trace:
             rows = json.loads(index.read_text())["tensors"]
             found = RankTrace(rank)
             with safe_open(index.with_suffix(".safetensors"), "pt") as file:
+                local = [int(match[1]) for row in rows for match in LOCAL_EXPERT.finditer(row["name"])]
+                first = self.layout.coordinates(rank).ep * (max(local, default=0) + 1)
                 for row in rows:
-                    entry = Entry(row["kind"], row["name"], row.get("microbatch"), row.get("start", 0))
+                    name = LOCAL_EXPERT.sub(lambda match: str(first + int(match[1])), row["name"])
+                    entry = Entry(row["kind"], name, row.get("microbatch"), row.get("start", 0))
                     found.tensors[entry] = file.get_tensor(row["key"])
         except (OSError, ValueError, LookupError, SafetensorError) as error:
             raise UserError(Problem(str(index), f"cannot be read: {error}", "record the trace again")) from None

@@ -4,6 +4,7 @@ scripts/record_megatron_lm.py (on the ranks)."""
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class PlainTask:
     ep: int = 1
     dtype: str = "float32"
     fault: float = 0.0
-    """The part by which the product of queries, keys and values of layer 2 is too large on tensor-parallel rank 1."""
+    """The part by which the product of queries, keys and values of layer 1 is too large on rank 1."""
 
 
 def write_model(folder: Path, variant: str = "dense", dtype: str = "float32") -> Path:
@@ -96,6 +97,16 @@ def record(rank: int, world: int, task: PlainTask) -> None:
     read = read_config_json(task.model)
     spec = family_of(read).spec(read)
     padded = padded_vocabulary_size(spec, task.tp)
+    experts: dict[str, Any] = {}
+    if spec.experts:
+        experts = {
+            "num_moe_experts": spec.experts,
+            "moe_ffn_hidden_size": read["moe_intermediate_size"],
+            "moe_router_topk": read["num_experts_per_tok"],
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": task.ep,
+            "expert_tensor_parallel_size": 1,
+        }
     config = TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -120,10 +131,11 @@ def record(rank: int, world: int, task: PlainTask) -> None:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
+        **experts,
     )
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+        get_gpt_layer_local_spec(num_experts=spec.experts or None, qk_layernorm=True, normalization="RMSNorm"),
         padded,
         64,
         pre_process=context.coordinates.pp == 0,
@@ -136,14 +148,17 @@ def record(rank: int, world: int, task: PlainTask) -> None:
         [model],
         task.trace,
         rank,
-        {"world_size": world, "tp": task.tp, "pp": task.pp, "vpp": 1, "cp": 1, "ep": 1, "etp": 1},
+        {"world_size": world, "tp": task.tp, "pp": task.pp, "vpp": 1, "cp": 1, "ep": task.ep, "etp": 1},
     )
     source = open_weights(task.model)
     plan = WeightPlan(family_of(read), spec)
+    first_expert = context.coordinates.ep * (spec.experts or 0) // task.ep
     for name, parameter in recorder.named("named_parameters"):
-        entry = plan_entry(plan, name)
+        whole_name = re.sub(r"local_experts\.(\d+)", lambda match: str(first_expert + int(match[1])), name)
+        entry = plan_entry(plan, whole_name)
         assert entry is not None, name
-        parameter.data.copy_(entry.read(source, task.tp, context.coordinates.tp, padded))
+        part = (1, 0) if "experts" in name else (task.tp, context.coordinates.tp)
+        parameter.data.copy_(entry.read(source, *part, padded))
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     options = OptimizerConfig(
         optimizer="adam",
@@ -160,15 +175,16 @@ def record(rank: int, world: int, task: PlainTask) -> None:
     optimizer = get_megatron_optimizer(options, [ddp], use_gloo_process_groups=False)
     if task.fault:
         for chunk_layer in model.decoder.layers:
-            if chunk_layer.layer_number == 3 and context.coordinates.tp == 1:
+            if chunk_layer.layer_number == 2 and rank == 1:
                 chunk_layer.self_attention.linear_qkv.weight.data.mul_(1 + task.fault)
 
     rows = list(batches())
-    for number, fields in enumerate(rows):
+    mine = rows[context.coordinates.dp :: layout.dp]
+    for number, fields in enumerate(mine):
         for name, value in fields.items():
             recorder.add("input", name, number, value)
     mask = torch.triu(torch.ones(1, 1, 32, 32, dtype=torch.bool), 1)
-    shown = iter(range(len(rows)))
+    shown = iter(range(len(mine)))
 
     def forward_step(data: Any, chunk: Any) -> Any:
         fields = next(data)
@@ -179,17 +195,21 @@ def record(rank: int, world: int, task: PlainTask) -> None:
             total = (losses.float() * fields["loss_weights"]).sum()
             count = sum(float(f["loss_weights"].sum()) for f in rows)
             recorder.add("loss", "loss", next(shown), (total / count).reshape(1))
-            return total / count * len(rows), {}  # Megatron-Core divides by the number of micro-batches
+            return total / count * len(mine), {}  # Megatron-Core divides by the number of micro-batches
 
         return out, loss
 
-    config.finalize_model_grads_func = finalize_model_grads
+    def finalize(*args: Any, **how: Any) -> None:
+        finalize_model_grads(*args, **how)
+        ddp.scale_gradients(layout.dp)  # averaged over replicas, of a loss whose shares add up
+
+    config.finalize_model_grads_func = finalize
     config.grad_scale_func = None
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(rows),
+        data_iterator=iter(mine),
         model=[ddp],
-        num_microbatches=2,
+        num_microbatches=len(mine),
         seq_length=32,
         micro_batch_size=2,
         forward_only=False,
