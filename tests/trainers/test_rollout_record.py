@@ -346,7 +346,8 @@ def test_a_run_that_begins_its_data_anew_goes_on_with_no_record(tmp_path: Path) 
     rollout = SimpleNamespace(save_rollouts=str(tmp_path), replay_rollouts=None)
 
     def plan(ignore: bool) -> Any:
-        cfg = SimpleNamespace(rollout=rollout, checkpoint=SimpleNamespace(ignore_data_skip=ignore))
+        model = SimpleNamespace(random_init=True)
+        cfg = SimpleNamespace(rollout=rollout, model=model, checkpoint=SimpleNamespace(ignore_data_skip=ignore))
         return SimpleNamespace(resumed=tmp_path, cfg=cfg)
 
     assert isinstance(rollout_files(plan(False))[0], RolloutWriter)
