@@ -30,8 +30,8 @@ run() {
   "$env/bin/python" -m pytest -q --durations=15 --durations-min=1 -m "$marks" "$@" || code=$?
   case $code in 0) ran=1 ;; 5) ;; *) exit "$code" ;; esac
 }
-# Two at a time, unless tests were picked by hand.
-pair=() grouped=(); [ $# -gt 0 ] || { pair=(-n 2); grouped=(-n 2 --dist loadgroup); }  # see tests/conftest.py, TOGETHER
+# Three at a time, for many tests wait, unless tests were picked by hand.
+pair=() grouped=(); [ $# -gt 0 ] || { pair=(-n 2); grouped=(-n 3 --dist loadgroup); }  # see tests/conftest.py, TOGETHER
 case "$tier" in
   fast) run "not process and not wide and not slow and not gpu" "${pair[@]}" "$@" ;;
   default) run "not slow and not gpu" "${grouped[@]}" "$@" ;;  # in one go: the tests are collected once
