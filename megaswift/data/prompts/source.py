@@ -131,8 +131,10 @@ class PromptSource:
         self.returned = [*places, *self.returned]
 
     def skip_to(self, places: Sequence[int]) -> None:
-        """Go to behind the places that another run has taken."""
-        self._taken = max([self._taken, *(place + 1 for place in places)])
+        """Go to behind the places that another run has taken; those that it has passed by come first of all."""
+        end = max([self._taken, *(place + 1 for place in places)])
+        self.returned = sorted({*self.returned, *range(self._taken, end)} - {*places})
+        self._taken = end
 
     def at(self, place: int) -> Prompt:
         """Read the prompt at a place of the endless order."""

@@ -6,7 +6,6 @@ an engine that was started again needs no help of the trainer.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,7 +87,6 @@ class EngineBoard:
         self.started = [0] * engines
         self.silent = [0] * engines
         """How often each engine was started since its last answer."""
-        self.processes = [0] * engines
 
     def want(self, weights: EngineWeights) -> None:
         """Note the newest weights."""
@@ -98,11 +96,10 @@ class EngineBoard:
         """Return the newest weights."""
         return self.weights
 
-    def begin(self, number: int, process: int) -> None:
-        """Count an engine's start in a process."""
+    def begin(self, number: int) -> None:
+        """Count an engine's start."""
         self.started[number] += 1
         self.silent[number] += 1
-        self.processes[number] = process
 
     def answer(self, number: int) -> None:
         """Note that an engine has answered."""
@@ -115,10 +112,6 @@ class EngineBoard:
     def starts_without_answer(self) -> list[int]:
         """Return how often each engine was started since its last answer."""
         return self.silent
-
-    def process_ids(self) -> list[int]:
-        """Return the process of each engine."""
-        return self.processes
 
 
 class SamplerEngine:
@@ -138,7 +131,7 @@ class SamplerEngine:
         self.server: EngineServer | None = None
         self._made: Sampler | None = None
         self._lock = Lock()
-        self.board.begin.remote(number, os.getpid())
+        self.board.begin.remote(number)
 
     def ready(self) -> EngineAnswer:
         """Return once the sampler is there."""

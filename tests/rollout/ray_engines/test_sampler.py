@@ -157,7 +157,7 @@ def test_one_engine_that_always_ends_at_the_start_ends_the_run(
 
     def ready(self: SamplerEngine) -> EngineAnswer:
         if self.number == 1 and not ended.is_set():
-            self.board.begin.remote(1, 0)
+            self.board.begin.remote(1)
             raise ActorUnavailableError("restarting", None)
         if self.number == 1:
             answered.set()
