@@ -144,6 +144,7 @@ def report() -> BenchReport:
     return BenchReport(layout, "nccl", placement, groups, timings, [(2**30, "tp", "all_gather")])
 
 
+@pytest.mark.wide
 def test_figures_of_a_report(tmp_path: Path) -> None:
     rows = report().rows()
     assert [(r["algorithm_bandwidth"], r["bus_bandwidth"], r["link_bandwidth"]) for r in rows] == [

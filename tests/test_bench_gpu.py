@@ -256,6 +256,7 @@ def test_a_compiled_peer_without_a_compiler(tmp_path: Path, monkeypatch: pytest.
     assert transformers_loop.uncompilable_reason() is None
 
 
+@pytest.mark.wide
 def test_a_case_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After --limit seconds, 9 minutes by default: its process is gone, the table says so, the next case is run."""
     python = tmp_path / "python"

@@ -18,6 +18,7 @@ FEW = {"tokenizer.json": 8, "chat_template.jinja": 8, "tokenizer_config.json": 8
 """Executions of targets that take some 20 ms each; of the others 40."""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", list(TARGETS))
 def test_mutated_inputs_end_in_our_own_errors(name: str) -> None:
     done, findings = fuzz.run([name], seed=17, seconds=30, most=FEW.get(name, 40))

@@ -79,6 +79,7 @@ def test_what_has_passed_is_not_repeated(python: Path) -> None:
     assert "-k fp8" in second[0]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("body", "code"),
     [

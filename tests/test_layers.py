@@ -193,6 +193,7 @@ def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.wide
 def test_imports_point_down() -> None:
     assert upward(graph()) == []
 

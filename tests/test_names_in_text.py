@@ -9,6 +9,8 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.sources import ROOT, Source, sources
 
 EXTERNAL = Path(__file__).with_name("external_names.txt")
@@ -64,6 +66,7 @@ def unknown_names(checked: Iterable[Source], known: set[str], files: Iterable[st
                     yield f"{source.path}:{line} `{name}` exists nowhere"
 
 
+@pytest.mark.wide
 def test_names_in_backticks_exist() -> None:
     package = [source for source in sources() if source.folder == "megaswift"]
     known = set().union(*(identifiers(source) for source in package))

@@ -127,6 +127,7 @@ def named(pages: list[tuple[Path, Command]]) -> list[Any]:
     return [pytest.param(command, id=f"{page.name}-{command.task}-{command.line}") for page, command in pages]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "command", named([(page, c) for page, c in ALL if c.task in (*TASKS, "rlhf", "train", *INFERENCE, *PARSED)])
 )

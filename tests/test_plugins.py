@@ -128,6 +128,7 @@ def test_a_data_format_of_workers(
     assert tokens(tmp_path, data, *words) == tokens(tmp_path, plain) and counts == [2]
 
 
+@pytest.mark.wide
 def test_a_data_format_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tokenized in this process, whose format it is, and again when another function is registered."""
     data, plain = tickets(tmp_path, 2000)

@@ -181,6 +181,7 @@ Rule = Callable[[Source], Iterator[str]]
 RULES: tuple[Rule, ...] = (names, handlers, calls, skips, empty_tests, documents, annotations)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.__name__)
 def test_the_repository_follows(rule: Rule) -> None:
     found = [line for source in sources() for line in rule(source)]

@@ -207,6 +207,7 @@ def test_a_message_shows_no_secret_of_a_url() -> None:
     assert redacted_command("x --hub-token a b --lr 1 --header 'Authorization: Bearer abc'").count("***") == 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("piece", PIECES)
 def test_long_lines_take_no_longer_than_their_length(piece: str) -> None:
     began = time.process_time()

@@ -38,6 +38,7 @@ def _good_files_again() -> Any:
     fuzz.restore()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "target"), fuzz.TARGETS, ids=lambda value: value if isinstance(value, str) else "")
 def test_random_damage_ends_in_a_message(name: str, target: Any) -> None:
     draw, refused = random.Random(f"{name} 5"), 0

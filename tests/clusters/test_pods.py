@@ -268,6 +268,7 @@ SPECIAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [*KINDS, "slurm", "ssh", "local", "dlc", "ray"])
 def test_every_option_changes_what_is_submitted_or_is_refused(
     kind: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -233,6 +233,7 @@ def test_srun_itself_starts_nodes_or_ranks(environ: dict[str, str], tmp_path: Pa
     assert "nodes and ranks are those of Slurm" in done.stdout + done.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("code", "early", "failures", "requeues", "again"),
     [
@@ -424,6 +425,7 @@ def test_the_port_differs_between_jobs(tmp_path: Path) -> None:
     assert len(ports) == 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "code", "again"), [("USR1", 138, True), ("TERM", 143, False)])
 def test_a_signal_before_the_start_of_srun_reaches_it(name: str, code: int, again: bool, tmp_path: Path) -> None:
     render_script(tmp_path, 3)

@@ -32,6 +32,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return plan(capsys, *words, code=2)
 
 
+@pytest.mark.wide
 def test_a_published_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The figures of the file are those of the table; parts add up; memory is docs/memory.md's by hand: 8.19 B
     parameters at 2 bytes, gradients at 4, an eighth of 8 and of moments, and 18.9 GiB of activations."""
@@ -52,6 +53,7 @@ def test_a_published_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "gpus", "more", "row"),
     [
@@ -152,6 +154,7 @@ def test_mistakes(words: list[str], said: list[str], capsys: pytest.CaptureFixtu
     assert all(part in text for part in said), text
 
 
+@pytest.mark.wide
 def test_hardware_of_one_s_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table as a file; with other figures other times; a GPU that is not in the table."""
     shown: dict[str, Any] = yaml.safe_load(plan(capsys, "--show_hardware"))

@@ -57,6 +57,7 @@ def test_what_cannot_fit_is_refused(run: Path, capsys: pytest.CaptureFixture[str
     assert "8 x h100: nothing fits 74.8 GiB usable of a GPU: TP8 SP DP1 needs" in text and "#SBATCH" not in text
 
 
+@pytest.mark.wide
 def test_the_layout_is_chosen_where_it_is_submitted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The job gets it as options: the run's command is that of the planned layout."""
     text = submit(capsys, "--cluster", "lab", "--nodes", "8", "--layout", "auto")

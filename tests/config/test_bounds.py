@@ -59,6 +59,7 @@ BOMB = (
 )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name, text, part",
     [

@@ -107,6 +107,7 @@ def idle_options(command: CommandParser[Any]) -> set[str]:
     return idle
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.name)
 def test_something_acts_on_each(command: CommandParser[Any]) -> None:
     assert idle_options(command) == OTHERWISE[command.name]

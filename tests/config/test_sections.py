@@ -336,6 +336,7 @@ NEEDS = (
 )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("spelling", sorted(NAMES))
 def test_every_spelling_sets_its_option(spelling: str) -> None:
     name = NAMES[spelling]

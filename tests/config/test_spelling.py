@@ -34,6 +34,7 @@ def refused(*argv: str, task: str = "sft") -> list[Problem]:
     return caught.value.problems
 
 
+@pytest.mark.wide
 def test_every_alias_with_a_bad_value(tmp_path: Path) -> None:
     """On the command line, in a file and in Python."""
     assert len(ALIASES) > 200

@@ -51,6 +51,7 @@ def test_the_page_has_commands() -> None:
     assert len(commands()) > 15 and {c.split()[1] for c in commands()} == {"data", "sft", "pt", "export"}
 
 
+@pytest.mark.wide
 def test_every_command_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

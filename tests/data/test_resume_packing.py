@@ -44,6 +44,7 @@ def each(times: int) -> dict[int, int]:
     return dict.fromkeys(range(ROWS), times)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(
     "layouts",

@@ -110,6 +110,7 @@ def _draw(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return own, taught, torch.randn(ROWS)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["far", "near", "tiny"])
 @pytest.mark.parametrize("beta", BETAS)
@@ -197,6 +198,7 @@ def _largest_teacher(taught: Tensor, k: int, mask: Tensor | None = None) -> Any:
     return lambda first, width: (outputs, None)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["far", "near"])
 @pytest.mark.parametrize("beta", BETAS)

@@ -56,6 +56,7 @@ def problems(row: Row, root: Path, tmp_path: Path) -> list[Any]:
     return refusal(Command(row.label, 1, "swift", row.task, tuple(words), row.environ), root)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("row", [r for r in ROWS if not r.answer], ids=lambda r: r.label)
 def test_accepted(row: Row, root: Path, tmp_path: Path) -> None:
     assert problems(row, root, tmp_path) == []

@@ -64,6 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("table-models")
 
 
+@pytest.mark.wide
 def test_the_formulas_are_those_of_the_counted_runs() -> None:
     """All rows, as `scripts/memory_table.py` counted them."""
     counts = read_counts()
@@ -85,6 +86,7 @@ def test_rows_of_another_seed() -> None:
     assert sum(step <= NEAR for step in steps) / len(steps) >= SHARE_OF_OTHERS
 
 
+@pytest.mark.wide
 def test_rows_combine_the_choices() -> None:
     """The counted rows are those that the generator draws; every family and layout occurs, and pairs of settings do."""
     drawn = rows()

@@ -85,6 +85,7 @@ def test_names_that_mean_nothing(
     assert told in refused(config, modules, parameters)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("names", "left"),
     [
@@ -104,6 +105,7 @@ def test_experts_have_adapters_as_peft_finds_them(names: tuple[str, ...], left: 
     assert [p.rule.split()[2] for p in problems] == ([left + ":"] if left else [])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("names", "found"),
     [

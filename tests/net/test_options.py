@@ -20,6 +20,7 @@ def test_every_option_is_listed() -> None:
     assert listed == {line.split()[1] for line in SURFACE.read_text().splitlines()}
 
 
+@pytest.mark.wide
 def test_every_option_alone() -> None:
     intended = read_differences(DIFFERENCES.read_text())
     assert not unlisted(read_record("alone.txt"), outcomes(alone_cases()), intended)

@@ -189,6 +189,7 @@ def test_padding_takes_other_tokens_first_to_last() -> None:
     assert filled.T.tolist()[1] == [True, False, False, True, False]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tokens, experts, topk, factor", [(7, 3, 1, 1.0), (4096, 128, 8, 1.1), (65_521, 60, 4, 1.3)])
 def test_none_of_the_kept_is_over_the_padded_capacity(tokens: int, experts: int, topk: int, factor: float) -> None:
     """All tokens choose the first experts, and all are valid: where capacity binds, and rounding could."""

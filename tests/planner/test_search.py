@@ -53,6 +53,7 @@ def everything(question: Question) -> Iterator[tuple[float, int, str]]:
                 yield seconds, run.estimate(options).total + communicator_bytes(layout), layout.describe()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("given", [{}, {"recompute_granularity": "none", "precision_aware_optimizer": False}], ids=str)
 def test_the_first_row_is_the_fastest_of_all_that_fit(given: dict[str, Any]) -> None:
     """Without model chunks. A layout's settings are those that add least, so that one with smaller states
@@ -70,6 +71,7 @@ def test_the_first_row_is_the_fastest_of_all_that_fit(given: dict[str, Any]) -> 
     assert {*even} == {one[2] for one in fitting}
 
 
+@pytest.mark.wide
 def test_rows_are_ranked_fit_and_obey_the_rules() -> None:
     """Of 70 B on 512 GPUs in seconds; each row is the global batch, and passes the checks of a run."""
     found = plan("llama-3.1-70b", 512, max_length=8192, global_batch_size=2048)

@@ -133,6 +133,7 @@ def test_the_names_of_trl_are_known() -> None:
     assert set(SPELLINGS.values()) <= set(NAMED.names())
 
 
+@pytest.mark.wide
 def test_later_messages_name_what_was_typed(file: Path) -> None:
     """A function's name in metrics is shorter than `FILE.py:function`, and TRL's names are others."""
     file.write_text("def none(completions): ...\nasync def later(completions): return [1]\ndef fails(solutio): ...\n")

@@ -34,6 +34,7 @@ def base(hidden: int = 8, layers: int = 2) -> nn.Module:
     return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=1, num_key_value_heads=1, head_dim=8, **sizes))
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_less(kind: str, tmp_path: Path) -> None:

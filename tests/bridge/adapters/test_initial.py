@@ -48,6 +48,7 @@ def changes(peft_model: Any) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", ["pissa", "olora", "pissa_niter_4"])
 @pytest.mark.parametrize("rslora", [False, True])
 def test_what_changes_the_base_is_peft_s(

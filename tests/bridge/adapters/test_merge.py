@@ -84,6 +84,7 @@ def rewritten(adapter: Path, change: Callable[[dict[str, torch.Tensor]], dict[st
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("what", EMBEDDINGS)
 def test_trained_embeddings_have_peft_s_logits(what: str, tied: bool, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def lost(names: list[str], file: str) -> list[str]:
     return [name for name in names if not {name, NAMES.get(RENAMED.get(name, name))} & words]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("number", range(12))
 def test_each_option_of_a_random_script_is_in_its_file(start: str, number: int, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def assert_equal(ours: list[Batch], stored: list[Batch]) -> None:
         assert (a.cu_seqlens is None) == (b.cu_seqlens is None) or torch.equal(a.cu_seqlens, b.cu_seqlens)  # type: ignore[arg-type]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(
     ("task", "rows", "options"),

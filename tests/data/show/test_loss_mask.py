@@ -101,6 +101,7 @@ def test_there_are_many_kinds() -> None:
         assert len({getattr(kind, field) for kind in KINDS}) > 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("group", range(8))
 def test_masks_of_every_kind_are_those_of_a_plain_rendering(group: int) -> None:
     for seed, kind in enumerate(KINDS[group::8]):
@@ -354,6 +355,7 @@ def test_other_tasks() -> None:
     assert search.MESSAGE_MISSING in certified(spec_of(dropping, task="grpo"), [prompt]).faults
 
 
+@pytest.mark.wide
 def test_several_processes_give_one_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same counts and the same first rows, and progress up to the last row."""
     rows = [chat("hello", "" if i % 100 == 7 else "Paris") | {"system": "Be brief."} for i in range(400)]

@@ -43,6 +43,7 @@ def huggingface(lengths: tuple[int, ...], weights: tuple[float, ...], strategy: 
     return list(mixed["row"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_order_is_that_of_interleave_datasets(strategy: str) -> None:
     chance = random.Random(strategy)

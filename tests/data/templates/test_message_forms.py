@@ -159,6 +159,7 @@ def encoded(kind: str, text: str, row: dict[str, Any]) -> tuple[Any, Any]:
     return rendered, [part.tolist() for part in next(iter(encoder.tokenize([rendered])))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dialect", SAME)
 @pytest.mark.parametrize(("kind", "name"), [*PUBLISHED, *(("qwen", name) for name in OWN)], ids=lambda v: v)
 def test_every_dialect_gives_the_same_tokens(kind: str, name: str, dialect: str) -> None:
@@ -330,6 +331,7 @@ RESULTS: dict[str, Any] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("content", RESULTS.values(), ids=RESULTS)
 @pytest.mark.parametrize(("kind", "name"), [*PUBLISHED, ("qwen", "printed")], ids=lambda v: v)
 def test_what_a_tool_returns_goes_to_the_template_as_it_is(kind: str, name: str, content: Any) -> None:

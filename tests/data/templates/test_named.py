@@ -55,6 +55,7 @@ def rows_for(name: str, thinking: str, count: int) -> list[dict[str, Any]]:
     return [row for row in plain if name != "deepseek_r1" or "</think>" not in str(row)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", TRL)
 def test_texts_are_those_of_published_templates(name: str) -> None:
     ours, theirs, compared = read_named_template(name), template(TRL[name]), 0
@@ -95,6 +96,7 @@ def test_every_template_is_compared() -> None:
     assert not TOKENIZERS_OWN & set(named_templates())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", named_templates())
 def test_masks_of_every_template(name: str) -> None:
     """Answers with the token that ends a turn, and nothing else."""

@@ -103,6 +103,7 @@ SIBLINGS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("template", "said"), SIBLINGS, ids=[str(i) for i in range(len(SIBLINGS))])
 def test_a_template_that_takes_memory_or_time_in_another_way_is_refused(template: str, said: str) -> None:
     began = time.process_time()

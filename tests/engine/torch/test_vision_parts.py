@@ -81,6 +81,7 @@ def test_adapters_follow_the_flags(kind: str) -> None:
         assert {parts.of(n) for n in adapted} == wanted, flags
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("granularity", "encoder", "again"),
     [

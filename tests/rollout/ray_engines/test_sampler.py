@@ -73,6 +73,7 @@ def alone(model: Path, factor: float) -> list[Completion]:
     return sampler.generate(PROMPTS, DRAWN, SEEDS)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ends", [0.0, 0.5])
 def test_engines_that_end_change_nothing(
     ends: float, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +89,7 @@ def test_engines_that_end_change_nothing(
     assert not (tmp_path / "sync").exists()
 
 
+@pytest.mark.wide
 def test_adapters_come_back_with_an_engine(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads the model's own weights and the adapter again."""
     adapter = make_adapter(model, tmp_path / "adapter", (*ATTENTION, *MLP))
@@ -135,6 +137,7 @@ def test_an_engine_with_old_weights_is_found(model: Path, tmp_path: Path, monkey
         sampler.generate(PROMPTS, DRAWN, SEEDS)
 
 
+@pytest.mark.wide
 def test_engines_that_always_end_end_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "PATIENCE_SECONDS", 0.2)
     sampler = made(model, tmp_path, monkeypatch, 1.0, 1)
@@ -198,6 +201,7 @@ def test_an_engine_that_cannot_be_made_ends_the_run(
         made(model, tmp_path, monkeypatch)
 
 
+@pytest.mark.wide
 def test_engines_that_have_lost_their_nodes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

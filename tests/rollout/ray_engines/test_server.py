@@ -146,6 +146,7 @@ def test_a_server_that_is_killed_before_it_is_ready(tmp_path: Path) -> None:
         engine.kill()
 
 
+@pytest.mark.wide
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last lines are in the error, at once."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)

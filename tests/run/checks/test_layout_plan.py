@@ -32,6 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.wide
 def test_a_run_takes_the_choice_and_repeats_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """70 B on 64 GPUs needs model parallelism. The words give the same run in another process, which looks at no
     GPU."""
@@ -91,6 +92,7 @@ def test_weights_in_fp8_keep_their_own_main_weights() -> None:
     assert text.endswith("--recompute_granularity selective --recompute_modules mlp")
 
 
+@pytest.mark.wide
 def test_forecasts() -> None:
     """Of the layout as it is; of --fit with what it would choose."""
     spec = spec_of("qwen3-8b")

@@ -318,6 +318,7 @@ def test_a_full_disk_under_the_writer_thread_is_one_warning(
     assert [e.step for e in events.Scalars("train/loss")][-2:] == [2, 3]
 
 
+@pytest.mark.wide
 def test_prometheus_reads_the_latest_figures(tmp_path: Path) -> None:
     """Its own parser reads the page; a server that ended frees its port for the next."""
     from urllib.request import urlopen
@@ -424,6 +425,7 @@ def test_an_outage_is_one_warning_and_everything_arrives(
     assert len(hook.threads) == 1 and threading.get_ident() not in hook.threads
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("call", ["open", "send", "end"])
 def test_a_tracker_that_never_answers_ends_and_delays_no_run(
@@ -446,6 +448,7 @@ def test_a_tracker_that_never_answers_ends_and_delays_no_run(
     forever.set()
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("quick")
 def test_a_tracker_that_is_away_until_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hook = Fake()

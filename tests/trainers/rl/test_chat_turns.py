@@ -189,6 +189,7 @@ def test_tokens_are_those_behind_the_end_token(environment: Path) -> None:
     assert [*prompt, *talk.token_ids][: len(whole)] == whole
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", all_kinds(), ids=lambda kind: kind.name)
 def test_every_kind_of_template(kind: TemplateKind, environment: Path) -> None:
     """Token for token `apply_chat_template` of the whole conversation."""
@@ -246,6 +247,7 @@ def test_a_template_that_omits_a_later_message_or_writes_it_elsewhere(
         talked(tokenizer, environment, "<|end|>", name)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", trl_templates())
 def test_published_templates(name: str, environment: Path) -> None:
     """Those that TRL carries: exact, or one token of the model's for one of the template's."""

@@ -277,6 +277,7 @@ class Trainer:
                 self.load()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_no_schedule_breaks_the_bound(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token older than `max_staleness` is trained on, every prompt is trained on once, in order unless draws are

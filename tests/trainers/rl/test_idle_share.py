@@ -79,6 +79,7 @@ def idle_share(
     return waited / world.clock
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("most", "interrupts", "times", "more"),
     [
@@ -102,6 +103,7 @@ def test_the_trainer_waits_no_longer_than_it_must(
         assert least - 1e-6 <= found <= times * least + more, (mean, spread, least, found)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("interrupts", "falls"), [(False, 0.9), (True, 0.2)])
 def test_draws_that_overtake_others_keep_the_trainer_busy(
     interrupts: bool, falls: float, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +121,7 @@ def test_draws_that_overtake_others_keep_the_trainer_busy(
             assert drop <= falls * wait and wait > 0.02, (mean, wait, drop)
 
 
+@pytest.mark.wide
 def test_a_server_that_answers_late() -> None:
     """Threads, HTTP and a real clock: the server sleeps by a known schedule, the trainer for 0.2 s a step. The least
     share is that of the times which answers and steps then took."""

@@ -210,6 +210,7 @@ def test_there_are_64_kinds() -> None:
     assert len(KINDS) == len({*KINDS}) == 64 and all(isinstance(template_file(name), Path) for name in KINDS)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "count", [pytest.param(6, id="few"), pytest.param(-(-DIALOGUES // len(KINDS)), id="all", marks=pytest.mark.slow)]

@@ -76,6 +76,7 @@ def test_fresh_completions_are_told_once() -> None:
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,6 +105,7 @@ def test_a_source_goes_on_where_it_was(taken: int, options: dict[str, Any]) -> N
     assert (len(state["completed"]) == 0) == (taken in (0, 4))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
     [

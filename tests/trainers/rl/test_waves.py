@@ -139,6 +139,7 @@ def talked(
     return [talk for talk in found if isinstance(talk, MultiTurnCompletion)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kind", "count"), [(Counts, 0), (CountsSingle, 0), (CountsSingle, 1)], ids=["waves", "single", "worker"]
 )
@@ -191,6 +192,7 @@ def test_a_sleep_of_five_seconds_leaves_the_others_their_time(
     assert took[1][0] <= 1.2 * took[0][0] and took[1][1] > 5
 
 
+@pytest.mark.wide
 def test_a_conversation_that_was_late_joins_the_others(
     world: type[World], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_conversation_that_was_late_joins_the_others(
     assert missed == 3 and MANY in sampler.calls[missed:] and len(sampler.calls) < TURNS + 6
 
 
+@pytest.mark.wide
 def test_tokens_of_a_model_do_not_depend_on_when_environments_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +304,7 @@ def test_an_error_does_not_wait_for_the_others(
     release.set()
 
 
+@pytest.mark.wide
 def test_environments_are_closed_where_one_fails(
     world: type[World], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def schema_server(schema: Any) -> Iterator[str]:
         server.server_close()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("properties", "answer", "action"),
     [
@@ -88,6 +89,7 @@ def test_an_observation_becomes_text(observation: Any, text: str) -> None:
     assert observation_text(observation) == text
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("schema", [[], {"action": {}}, "text"])
 def test_a_server_that_is_none_of_openenv(schema: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openenv.util, "find_spec", lambda name: True)

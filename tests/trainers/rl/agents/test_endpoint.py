@@ -120,6 +120,7 @@ def check_segments(found: MultiTurnCompletion, asked: list[tuple[tuple[int, ...]
     assert list(found.logprobs) == [v for _, _, completion in asked for v in completion.logprobs]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [Says, SaysSingle])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_session_is_continued(kind: type[Says], stream: bool, tokenizer: Any) -> None:
@@ -395,6 +396,7 @@ def test_packages_that_the_endpoint_needs(tokenizer: Any, monkeypatch: pytest.Mo
         led(lambda prompt, base_url, row: 0.0, Says(tokenizer, "one"), tokenizer)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [Says, SaysSingle])
 def test_an_error_of_the_sampler_is_the_runs(kind: type[Says], tokenizer: Any) -> None:
     """The agents' requests are refused at once, those that come later too."""

@@ -48,6 +48,7 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("count", [pytest.param(3, id="few"), pytest.param(12, id="all", marks=pytest.mark.slow)])
 def test_whatever_an_agent_edits(name: str, count: int) -> None:
