@@ -206,7 +206,7 @@ def http_protocol_with_limits(
             """A client connects."""
             # Start the clock for the headers, then make room if there are too many connections.
             super().connection_made(transport)
-            self._since = self.loop.time()
+            self._since = time.monotonic()  # a loop's own clock may count whole milliseconds
             self._late = self.loop.call_later(seconds, transport.close)
             open_now = [c for c in self.connections if not c.transport.is_closing()]
             if len(open_now) > connections:
@@ -217,7 +217,7 @@ def http_protocol_with_limits(
         def data_received(self, data: bytes) -> None:
             """Some of a request; from its first byte on the headers have their time."""
             super().data_received(data)
-            self._since = self.loop.time() if self._late is None else self._since
+            self._since = time.monotonic() if self._late is None else self._since
             # h11 leaves IDLE once the headers are complete.
             if self.conn.their_state is not h11.IDLE:
                 self._in_time()
