@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--python PYTHON] [--tier fast|default|slow|gpu] [pytest arguments]
 #
-# fast: no processes and nothing long, about a minute. default: also those that start processes. slow: the minutes-long ones only.
+# fast: no processes and nothing long, about two minutes. default: also those that start processes. slow: the minutes-long ones only.
 # Paths and other arguments go to pytest: bash scripts/test.sh tests/config -k alias
 set -euo pipefail
 
