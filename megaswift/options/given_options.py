@@ -164,7 +164,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _refusal(option: Option, raw: Any) -> InvalidValue:
-    """What is wrong with a value that does not parse."""
+    """Return what is wrong with a value that does not parse."""
     try:
         parse_option_value(option, raw)
     except InvalidValue as error:

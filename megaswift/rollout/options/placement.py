@@ -15,13 +15,14 @@ IN_TRAINER = "trainer"
 ON_CPUS = "cpu"
 _TOKENS = "sampling relies on it"
 _SYNC = "weight sync relies on it"
-_PLACE = "an engine has one GPU, on its own node"
+_PLACE = "each engine has one GPU of its node"
+_ADDRESS = "an engine chooses a free port of the loopback interface, which nobody else reaches"
 _OPTION = "another option sets it"
 SGLANG_FIXED = {
     **dict.fromkeys(("enable_deterministic_inference", "skip_tokenizer_init", "speculative_algorithm"), _TOKENS),
     **dict.fromkeys(("model_path", "quantization", "enable_lora", "max_lora_rank", "lora_target_modules"), _SYNC),
-    **dict.fromkeys(("host", "port", "tp_size", "pp_size", "dp_size", "ep_size", "nnodes"), _PLACE),
-    **dict.fromkeys(("api_key", "admin_api_key"), "it listens on the loopback interface alone"),
+    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "nnodes"), _PLACE),
+    **dict.fromkeys(("host", "port", "api_key", "admin_api_key"), _ADDRESS),
     **dict.fromkeys(("dtype", "context_length", "max_running_requests", "trust_remote_code"), _OPTION),
 }
 """Argument of SGLang's server -> why it is fixed."""

@@ -132,9 +132,14 @@ def sglang_words(folder: Path, options: SamplerOptions) -> list[str]:
         if value is False:
             continue  # its switches are off until they are named
         words.append(f"--{name.replace('_', '-')}")
-        for word in value if isinstance(value, list) else [] if value is True else [value]:
-            words.append(word if isinstance(word, str) else json.dumps(word))
+        if value is not True:
+            words += map(_word, value if isinstance(value, list) else [value])
     return words
+
+
+def _word(value: Any) -> str:
+    """Return a value as a command line has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -144,7 +149,7 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(value, bool):
             yield f"--{flag}" if value else f"--no-{flag}"
         else:
-            yield from (f"--{flag}", value if isinstance(value, str) else json.dumps(value))
+            yield from (f"--{flag}", _word(value))
 
 
 SERVER_WORDS = {"vllm": vllm_words, "sglang": sglang_words}
