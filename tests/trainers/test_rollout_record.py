@@ -457,8 +457,8 @@ def test_each_token_has_the_version_of_its_weights(tmp_path: Path) -> None:
     ],
 )
 def test_bytes_of_a_token(length: int, count: int, rewarded: bool, most: float, tmp_path: Path) -> None:
-    """Of 64 completions, `count` of a prompt of 20 tokens, with rewards that have all digits: the figures of docs/rl.md
-    and, from 10 tokens on, at most 40."""
+    """Of 64 completions, `count` of a prompt of 20 tokens, with rewards that have all digits: the figures of
+    docs/rl.md. At most 40 for a token of the file, and from 10 tokens on for one of a completion."""
     chance = random.Random(0)
 
     def ids(number: int) -> tuple[int, ...]:
@@ -479,6 +479,7 @@ def test_bytes_of_a_token(length: int, count: int, rewarded: bool, most: float, 
     RolloutWriter(tmp_path, resumed=False, weights="a1" * 32).write(given)
     (path,) = recorded_files(tmp_path).values()
     assert path.stat().st_size <= most * 64 * length
+    assert path.stat().st_size <= BYTES * (64 * length + 20 * len(prompts))
 
 
 @pytest.mark.parametrize("at", [0.01, 0.2, 0.5, 0.9, 0.999])
