@@ -243,6 +243,8 @@ def queue_summary_rows(cfg: SwiftConfig, steps: int) -> Iterator[tuple[str, str]
         parts = [f"sampling goes on during training, at most {count_text(bound, 'step')} behind"]
         if rollout.partial_rollouts:
             parts.append("new weights interrupt completions")
+        elif bound > steps and writes_draws_side_by_side(cfg):
+            parts.append("new weights wait until all completions are written, unless --partial_rollouts is true")
         if rollout.staleness_strategy == "drop":
             parts.append("draws that become too old are dropped")
         yield "queue", "; ".join(parts)

@@ -30,7 +30,20 @@ def test_the_queue_and_the_record_on_the_screen() -> None:
     assert [*queue_summary_rows(config(async_generation=True), 2)] == [
         ("queue", "sampling goes on during training, at most 2 steps behind")
     ]
-    options: dict[str, Any] = {"max_staleness": 4, "partial_rollouts": True, "sampler_engines": 2}
+    ahead = {"max_staleness": 4, "sampler_engines": 2}
+    assert [*queue_summary_rows(config(**ahead), 4)] == [
+        ("queue", "sampling goes on during training, at most 4 steps behind")
+    ]
+    assert [*queue_summary_rows(config(**ahead), 2)] == [
+        (
+            "queue",
+            (
+                "sampling goes on during training, at most 4 steps behind; new weights wait until all completions are "
+                "written, unless --partial_rollouts is true"
+            ),
+        )
+    ]
+    options: dict[str, Any] = {**ahead, "partial_rollouts": True}
     assert [*queue_summary_rows(config(**options, staleness_strategy="drop", save_rollouts="saved"), 1)] == [
         (
             "queue",
