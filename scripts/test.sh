@@ -30,7 +30,7 @@ run() {
   "$env/bin/python" -m pytest -q --durations=15 --durations-min=1 -m "$marks" "$@" || code=$?
   case $code in 0) ran=1 ;; 5) ;; *) exit "$code" ;; esac
 }
-# Three at a time, for many tests wait, unless tests were picked by hand.
+# In parallel, unless tests were picked by hand: three processes keep two cores busy, because many of the default tests wait.
 pair=() grouped=(); [ $# -gt 0 ] || { pair=(-n 2); grouped=(-n 3 --dist loadgroup); }  # see tests/conftest.py, TOGETHER
 case "$tier" in
   fast) run "not process and not wide and not slow and not gpu" "${pair[@]}" "$@" ;;

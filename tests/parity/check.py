@@ -40,10 +40,10 @@ def assert_within_limits(
     options: Mapping[str, Any],
     recorder: str = RECORD,
 ) -> None:
-    """Fail with a table and what bisect says of the first step, unless all differences are within their limits.
+    """Fail with a table, and with bisect's screen of the first step, unless all differences are within their limits.
 
     Args:
-        differences: Those of the case.
+        differences: The differences of the case from its reference.
         case: The case.
         pool: Where its ranks run.
         folder: The model's folder.

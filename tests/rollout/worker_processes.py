@@ -1,4 +1,4 @@
-"""Workers of a sampler in processes of their own, each with a device, which receive weights and say what arrived."""
+"""Workers of a sampler in processes of their own, each with a device, which receive weights and return checksums."""
 
 from __future__ import annotations
 

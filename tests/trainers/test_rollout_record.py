@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from megaswift.data.prompts.source import Prompt
 from megaswift.errors import CheckpointError, ConfigError
 from megaswift.rollout.sampler import Completion
-from megaswift.run.policy_task import rollout_files
+from megaswift.run.model_files import sampled_weights_fingerprint
+from megaswift.run.policy_task import rollout_files, start_fingerprint
 from megaswift.trainers.hooks.metrics import read_lines
 from megaswift.trainers.rl import record
 from megaswift.trainers.rl.generation import completion_seeds
@@ -284,8 +285,8 @@ def test_a_record_of_another_model_or_of_other_prompts(tmp_path: Path) -> None:
         places.append([*asked])
         return taken
 
-    for weights in ("a1", None):
-        RolloutReader(tmp_path, weights).check(1, 4, 0.7, prompts_at)
+    for fingerprint in ("a1", None):
+        RolloutReader(tmp_path, fingerprint).check(1, 4, 0.7, prompts_at)
     assert places == [[8, 9, 3, 11]] * 2
     with pytest.raises(ConfigError, match=r"of a run that started from another model\n.*--model of the recorded run"):
         RolloutReader(tmp_path, "b2").check(1, 4, 0.7, prompts_at)
@@ -340,8 +341,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
         RolloutWriter(tmp_path / "file", resumed=False)
 
 
-def test_a_run_that_begins_its_data_anew_goes_on_with_no_record(tmp_path: Path) -> None:
-    """Its generations have the numbers of those that are there."""
+def test_a_run_that_begins_its_data_anew_continues_no_record(tmp_path: Path) -> None:
+    """Its generations would have the numbers of those in the folder."""
     RolloutWriter(tmp_path, resumed=False).write(rollouts())
     rollout = SimpleNamespace(save_rollouts=str(tmp_path), replay_rollouts=None)
 
@@ -353,6 +354,18 @@ def test_a_run_that_begins_its_data_anew_goes_on_with_no_record(tmp_path: Path) 
     assert isinstance(rollout_files(plan(False))[0], RolloutWriter)
     with pytest.raises(ConfigError, match="has the rollouts of another run"):
         rollout_files(plan(True))
+
+
+def test_a_run_has_the_fingerprint_of_the_model_that_it_starts_from(folder: Path) -> None:
+    """Random weights and those of a checkpoint have none."""
+
+    def plan(random_init: bool, resumed: Path | None) -> Any:
+        cfg = SimpleNamespace(model=SimpleNamespace(random_init=random_init))
+        return SimpleNamespace(resumed=resumed, cfg=cfg, folder=folder / "model")
+
+    assert start_fingerprint(plan(False, None)) == sampled_weights_fingerprint(folder / "model")
+    assert start_fingerprint(plan(True, None)) is None
+    assert start_fingerprint(plan(False, folder)) is None
 
 
 def test_generations_that_do_not_follow_each_other(tmp_path: Path) -> None:

@@ -175,8 +175,8 @@ def changes(hf: dict[str, Any], adapters: tuple[tuple[str, Tensor, Tensor], ...]
 
 
 def write_options(root: Path, bridge: bool, alpha: float, tp: int) -> Path:
-    """Write the options that lie beside such a checkpoint. Whoever calls an object that they name makes the folder
-    `called`."""
+    """Write the options that lie beside such a checkpoint. A reader that calls the objects of Megatron-Bridge's file
+    makes the folder `called`."""
     if bridge:
         path = root / "iter_0000007" / "run_config.yaml"
         text = (

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -104,9 +106,17 @@ def started(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     assert made.stdout is not None
     group, url = made.stdout.readline().split()
     assert url.startswith("http://127.0.0.1:") and not psutil.Process(made.pid).children()
-    members = [process for process in psutil.process_iter() if os.getpgid(process.pid) == int(group)]
+    members = [*members_of(int(group))]
     assert len(members) == 3
     return made, members
+
+
+def members_of(group: int) -> Iterator[psutil.Process]:
+    """The processes of a group; others of the machine may end meanwhile."""
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group:
+                yield process
 
 
 @pytest.mark.process

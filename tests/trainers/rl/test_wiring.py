@@ -172,6 +172,10 @@ SAMPLER: dict[str, tuple[Options, Options]] = {
     ),
     "rollout_server_timeout": ({**SERVER, "rollout_server_timeout": 5}, {"timeout": 5.0, "batch_size": 256}),
     "rollout_sync_folder": ({**SERVER, "rollout_sync_folder": "d"}, {"sync_folder": Path("d"), "batch_size": 256}),
+    "sglang_engine_kwargs": (
+        {**SERVER, "sampler_engines": 2, "sglang_engine_kwargs": '{"device": "cpu"}'},
+        {"engine_arguments": {"device": "cpu"}, "batch_size": 256},
+    ),
 }
 
 
@@ -435,7 +439,6 @@ ELSEWHERE = {
     "offload_optimizer": "test_colocated",
     "sampler_engines": "test_ray_engines_run",
     "cpus_per_engine": "../run/checks/test_placement",
-    "sglang_engine_kwargs": "test_ray_engines_run",
     "environment_placement": "test_environment_workers_run",
     "environment_workers": "test_environment_workers_run",
     "rollout_lora": "../run/checks/test_adapter_sync",
