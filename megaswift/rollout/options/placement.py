@@ -20,12 +20,14 @@ _ADDRESS = "an engine chooses a free port of the loopback interface, which nobod
 _OPTION = "another option sets it"
 SGLANG_FIXED = {
     **dict.fromkeys(("enable_deterministic_inference", "skip_tokenizer_init", "speculative_algorithm"), _TOKENS),
-    **dict.fromkeys(("model_path", "quantization", "enable_lora", "max_lora_rank", "lora_target_modules"), _SYNC),
-    **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size", "nnodes"), _PLACE),
+    **dict.fromkeys(("model_path", "model", "quantization"), _SYNC),
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "lora_target_modules"), _SYNC),
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "pp_size", "pipeline_parallel_size"), _PLACE),
+    **dict.fromkeys(("dp_size", "data_parallel_size", "ep_size", "expert_parallel_size", "ep", "nnodes"), _PLACE),
     **dict.fromkeys(("host", "port", "api_key", "admin_api_key"), _ADDRESS),
     **dict.fromkeys(("dtype", "context_length", "max_running_requests", "trust_remote_code"), _OPTION),
 }
-"""Argument of SGLang's server -> why it is fixed."""
+"""Argument of SGLang's server, under each of its names -> why it is fixed."""
 
 
 @dataclass(frozen=True)
