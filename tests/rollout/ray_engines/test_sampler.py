@@ -270,7 +270,7 @@ def test_a_server_s_engine_writes_one_prompt_with_its_seed(
     sampler = RayServerSampler(engine_group(plan, monkeypatch), plan, model, 4)
     assert sampler.dispatcher.order == [1, 2, 0], "ranks begin with different engines"
     sampler.update_weights([(n, t * 1.5) for n, t in weights(model)])
-    found = [sampler.generate_one(PROMPTS[i], DRAWN, SEEDS[i], 0).token_ids for i in (0, 4)]
+    found = [sampler.generate_one(PROMPTS[i], DRAWN, SEEDS[i], i).token_ids for i in (0, 4)]
     whole = alone(model, 1.5)
     assert found == [whole[0].token_ids, whole[4].token_ids]
 

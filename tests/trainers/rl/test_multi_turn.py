@@ -138,7 +138,8 @@ def test_log_probabilities_are_those_of_the_own_tokens(model: Path, file: Path) 
 
 
 def test_a_turn_that_is_longer_than_its_room_is_cut(model: Path, file: Path) -> None:
-    """With its log-probabilities: turns that are sampled together have the largest room of all."""
+    """With its log-probabilities: turns that are sampled together have the largest room of all. The environment does not
+    judge it."""
     tokenizer, prompts, _ = talked(model, file, 1, 4)
 
     class Long:
@@ -149,7 +150,7 @@ def test_a_turn_that_is_longer_than_its_room_is_cut(model: Path, file: Path) -> 
     talk = MultiTurnRunner(lambda: EnvironmentWithNamedErrors("x", made()), ChatTurns(tokenizer), None)
     sampler: Any = Long()
     (found,) = talk.write(sampler, SamplingParams(5, stop_token_ids=(1,)), prompts[:1], [11])
-    assert found.token_ids == (3, 4, 5, 6, 7) and not found.finished
+    assert found.token_ids == (3, 4, 5, 6, 7) and not found.finished and found.rewards == ()
     assert found.logprobs == (0.0, -0.125, -0.25, -0.375, -0.5)
 
 
