@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megaswift.bisection.judge import compare_with, judge, other_step, reference
 from megaswift.bisection.page import color, page
 from megaswift.bisection.report import layer_ranges, report_json, screen
 from megaswift.bisection.trace_folder import KINDS, RECOMPUTED, Trace
+from megaswift.commands import bisection
 from megaswift.commands.bisection import DIFFERENT
 from megaswift.config import SwiftConfig
 from megaswift.errors import UserError
@@ -231,12 +233,15 @@ def scale_output(trace: Path, rank: int, name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.process
 def test_against_the_folder_of_a_run(tmp_path: Path, pool: Pool) -> None:
-    """A run in another layout computes the same; one with another loss does not."""
+    """A run in a layout of its own computes the same; one with another loss does not."""
     inputs = [*write_inputs(tmp_path), "--global_batch_size", "8"]
     sft(inputs, tmp_path / "same", "--pp", 2, "--max_steps", 1)
     sft(inputs, tmp_path / "smoothed", "--max_steps", 1, "--label_smoothing_factor", "0.1")
     run = tmp_path / "same" / "config.yaml"
     report = tmp_path / "report"
+    given = Namespace(against=str(tmp_path / "same"), layout="tp2", layers=None)
+    _, other = bisection._other(given, [], tmp_path / "scratch")
+    assert other is not None and other[1].describe() == "PP2 DP1"
     found = {}
     for name in ("same", "smoothed"):
         words = [str(run), "--layout", "tp2", "--against", str(tmp_path / name), "--output", str(report)]

@@ -138,8 +138,8 @@ def test_log_probabilities_are_those_of_the_own_tokens(model: Path, file: Path) 
 
 
 def test_a_turn_that_is_longer_than_its_room_is_cut(model: Path, file: Path) -> None:
-    """With its log-probabilities: turns that are sampled together have the largest room of all. The environment does not
-    judge it."""
+    """So are its log-probabilities, and the environment does not judge it: turns that are sampled together have the
+    largest room of all."""
     tokenizer, prompts, _ = talked(model, file, 1, 4)
 
     class Long:
