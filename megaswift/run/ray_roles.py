@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,20 @@ def build_environment_workers(cfg: SwiftConfig, context: RankContext) -> Callabl
     assert text is not None, "the caller asks"
     if cfg.placement.sampler_engines is None:
         join_ray(cfg, context)
-    sampling_ranks = int(sum(distributed.all_gather_objects(rank_samples(cfg, context))))
+    sampling = distributed.all_gather_objects(rank_samples(cfg, context))
     workers: list[Any] = []
-    if rank_samples(cfg, context):
-        count = -(-cfg.placement.environment_workers // sampling_ranks)
+    if sampling[context.rank]:
+        count = workers_of_rank(cfg.placement.environment_workers, sampling, context.rank)
         workers.append(place_environment_workers(text, count, cfg.train.external_plugins))
 
     def make() -> EnvironmentWithNamedErrors:
         return workers[0].make()
 
     return make
+
+
+def workers_of_rank(total: int, sampling: Sequence[bool], rank: int) -> int:
+    """Return how many of `total` workers `rank` starts, a rank that samples: an equal part, and at least one. The first
+    ranks have what is left over."""
+    each, left = divmod(total, sum(sampling))
+    return max(1, each + (sum(sampling[:rank]) < left))
