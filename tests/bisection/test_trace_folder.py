@@ -33,6 +33,19 @@ def test_a_trace_comes_back(tmp_path: Path) -> None:
     assert torch.equal(rank.tensors[Entry("output", "layers.0", 1)], torch.arange(6.0).view(2, 3))
 
 
+def test_experts_may_be_numbered_within_the_rank(tmp_path: Path) -> None:
+    """As plain Megatron names them: here each of two ranks has two."""
+    for number in range(2):
+        rank = RankTrace(number)
+        for expert in range(2):
+            name = f"layers.0.mlp.experts.local_experts.{expert}.linear_fc1.weight"
+            rank.add(Entry("weight", name, None, 0), torch.ones(1))
+        rank.write(tmp_path)
+    write_index(tmp_path, Layout(2, ep=2), torch.float32)
+    found = [[entry.name.split(".")[4] for entry in rank.tensors] for rank in Trace.open(tmp_path).ranks()]
+    assert found == [["0", "1"], ["2", "3"]]
+
+
 @pytest.mark.parametrize("damage", ["missing", "format", "no json", "half", "no row"])
 def test_damage_is_named(damage: str, tmp_path: Path) -> None:
     folder = written(tmp_path / "trace")
