@@ -166,7 +166,8 @@ def test_adapters_from_training_to_serving(
     assert losses == whole and len(losses) == 3
     assert foreign_shown == shown == template
     assert_same(foreign_weights, weights)
-    assert answers[0] == answers[1] and answers[0]["usage"]["prompt_tokens"] == len("uu1+2?ea")
+    assert answers[0] == answers[1]
+    assert answers[0]["usage"]["prompt_tokens"] == len("uu1+2?ea"), "a letter for each token, the template's <u> first"
 
 
 def ask(app: Any, listener: socket.socket) -> dict[str, Any]:

@@ -73,14 +73,14 @@ def test_a_ray_of_this_machine_has_the_gpus_after_the_trainer_s(monkeypatch: pyt
     assert seen == ["5,6,7", "4,5,6,7", "1,2", None]
 
 
-def test_a_rank_joins_with_the_token_that_the_cluster_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless its own environment has another word on it."""
+def test_a_rank_joins_with_the_authentication_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode that its own environment names has priority."""
     monkeypatch.setattr(cluster, "connect_to_ray", lambda address, cores, namespace: None)
-    for own, wanted, mode in ((None, "token", "token"), ("disabled", "token", "disabled"), (None, None, None)):
+    for own, asked, mode in ((None, "token", "token"), ("disabled", "token", "disabled"), (None, None, None)):
         monkeypatch.setenv(cluster.AUTH_MODE, own or "")
         if own is None:
             monkeypatch.delenv(cluster.AUTH_MODE)
-        join_cluster(RayPlace("127.0.0.1:1", "megaswift", wanted))
+        join_cluster(RayPlace("127.0.0.1:1", "megaswift", asked))
         assert os.environ.get(cluster.AUTH_MODE) == mode
 
 
