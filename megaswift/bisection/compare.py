@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bisection.ahead import tokens_ahead
-from megaswift.bisection.placement import Placement, plan_entry
+from megaswift.bisection.placement import Placement
 from megaswift.bisection.reference import Microbatch, ReferenceStep, rows_of
 from megaswift.bisection.trace_folder import (
     DIVISION,
@@ -211,7 +211,7 @@ class _WholeNoise:
         if key not in self._known:
             pairs: list[tuple[Tensor, Tensor]] = []
             if parameter:
-                found = plan_entry(self.placement.plan, entry.name)
+                found = self.placement.parameter(entry.name)
                 a = self.base.parameters[entry.kind]
                 b = self.step.parameters[entry.kind]
                 pairs = [] if found is None else [(a[name], b[name]) for name in found.hf]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bisection.compare import inputs_of
-from megaswift.bisection.placement import Placement, is_activation, plan_entry
+from megaswift.bisection.placement import Placement, is_activation
 from megaswift.bisection.reference import Microbatch, ReferenceStep, documents_of, rows_of
 from megaswift.bisection.trace_folder import CLIPPED, GRADIENT, INPUT, LOSS, OF_PARAMETERS, Entry, Trace
 from megaswift.errors import Problem, UserError
@@ -135,14 +135,15 @@ def joined_parameters(trace: Trace, placement: Placement, kinds: Collection[str]
     for rank in trace.ranks():
         place = trace.layout.coordinates(rank.rank)
         for entry, tensor in rank.tensors.items():
-            planned = plan_entry(placement.plan, entry.name)
+            planned = placement.parameter(entry.name)
             if entry.kind in kinds and planned is not None:
                 shard = place.tp if planned.expert is None else place.etp
                 stages = found.setdefault((entry.kind, planned.megatron), {}).setdefault(shard, {})
                 stages.setdefault(place.pp, {}).setdefault(entry.start, tensor)
     by_kind: dict[str, dict[str, list[Tensor]]] = defaultdict(dict)
     for (kind, name), shards in found.items():
-        planned = placement.plan.by_megatron[name]
+        planned = placement.parameter(name)
+        assert planned is not None
         ranks = placement.layout.tp if planned.expert is None else placement.layout.etp
         shape = torch.Size(planned.shard_shape(ranks, placement.padded))
         first_stages = [stages[min(stages)] for _, stages in sorted(shards.items())]
@@ -155,4 +156,7 @@ def joined_parameters(trace: Trace, placement: Placement, kinds: Collection[str]
         for group in placement.plan.groups:
             if all(entry.megatron in named for entry in group.entries):
                 joined[kind].update(group.write([named[entry.megatron] for entry in group.entries]))
+        for name, matrix in placement.adapters.items():
+            if name in named:
+                joined[kind][matrix.hf[0]] = matrix.adapter.join(matrix.half, named[name])
     return joined

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megaswift.bisection.compare import RUNS, Comparison, compare, inputs_of
 from megaswift.bisection.joined import joined_parameters, joined_step, laid_out
-from megaswift.bisection.placement import Placement, plan_entry
+from megaswift.bisection.placement import Placement
 from megaswift.bisection.reference import HuggingFaceStep, Recipe, ReferenceStep, neighbours
 from megaswift.bisection.trace_folder import CLIPPED, GATHERED, GRADIENT, OF_PARAMETERS, OUTPUT, WEIGHT, Trace
+from megaswift.bridge.adapters.folder import PeftFolder
 from megaswift.bridge.plan import WeightPlan
 from megaswift.config import SwiftConfig
 from megaswift.families import family_of
@@ -40,6 +41,7 @@ def recipe_of(cfg: SwiftConfig, spec: ModelSpec, lr: float) -> Recipe:
         ahead_weight=cfg.model.mtp_loss_scaling_factor,
         ahead_detached=cfg.model.mtp_detach_heads,
         biased=not sigmoid and bool(spec.transformer.get("moe_router_enable_expert_bias")),
+        lora_plus=o.lorap_lr_ratio or 1.0,
     )
 
 
@@ -59,7 +61,9 @@ def placement_of(trace: Trace, model: Path) -> Placement:
     config = read_config_json(model)
     spec = family_of(config).spec(config)
     spec = replace(spec, features=replace(spec.features, mtp_layers=trace.about.get("mtp_layers", 0)))
-    return Placement(WeightPlan(family_of(config), spec), spec, trace.layout)
+    plan = WeightPlan(family_of(config), spec)
+    adapters = None if trace.adapter is None else PeftFolder(trace.adapter).plan(plan, training=True)
+    return Placement(plan, spec, trace.layout, adapters)
 
 
 def references_of(trace: Trace, model: Path, cfg: SwiftConfig) -> References:
@@ -71,11 +75,11 @@ def references_of(trace: Trace, model: Path, cfg: SwiftConfig) -> References:
         for entry in rank.tensors:
             if entry.kind == OUTPUT:
                 names.add(entry.name)
-            elif entry.kind in OF_PARAMETERS and (found := plan_entry(placement.plan, entry.name)) is not None:
+            elif entry.kind in OF_PARAMETERS and (found := placement.parameter(entry.name)) is not None:
                 trained.update(found.hf)
     recipe = recipe_of(cfg, placement.spec, trace.about.get("lr", cfg.optim.learning_rate))
     dtype = getattr(torch, trace.about["dtype"])
-    reference = HuggingFaceStep(model, placement.plan, dtype, recipe)
+    reference = HuggingFaceStep(model, placement.plan, dtype, recipe, trace.adapter)
     rows = inputs_of(trace)
     base = reference.run(rows, names, trained)
     perturbed = (reference.run(rows, names, trained, seed) for seed in range(RUNS))

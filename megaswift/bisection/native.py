@@ -24,6 +24,7 @@ from megaswift.version import __version__
 SLOWEST_S = 3600.0
 LINES = 30
 """Of a failed rank's output that are shown."""
+SHARE = 0.1
 MODEL = "model"
 """Folder of drawn weights, in a trace."""
 
@@ -31,8 +32,11 @@ MODEL = "model"
 def record_step(engine: Any, microbatches: Sequence[Batch], loss: Loss, lr: float, folder: Path, **more: Any) -> None:
     """Take one optimizer step of the native engine and write its trace; each rank writes its own files. Collective."""
     from megaswift.bisection.recorder import StepRecorder
-    from megaswift.bisection.trace_folder import write_index
+    from megaswift.bisection.trace_folder import ADAPTER, write_index
 
+    if engine.lora is not None:
+        move_new_adapters(engine)
+        engine.write_adapter(folder / ADAPTER, more.get("model", ""))
     recorder = StepRecorder(engine)
     recorder.record_step(microbatches, loss, lr)
     recorder.trace.write(folder)
@@ -41,12 +45,26 @@ def record_step(engine: Any, microbatches: Sequence[Batch], loss: Loss, lr: floa
         write_index(folder, engine.layout, engine.dtype, **more)
 
 
+def move_new_adapters(engine: Any) -> None:
+    """Give B numbers where it is zero: the gradient of A is zero there, and the adapter changes no output. An adapter
+    then adds about SHARE of its input's size."""
+    from megaswift.bridge.initial_weights import seeded_uniform
+
+    for placed in engine.lora.placed:
+        if placed.half == "B" and not placed.tensor.any():
+            one = placed.adapter
+            bound = 3 * SHARE / (one.scale * one.rank**0.5)  # A is uniform within 1 / sqrt(in), as PEFT draws it
+            whole = seeded_uniform(one.name("B"), one.shape("B"), (-bound, bound), engine.settings.seed)
+            placed.tensor.copy_(one.take("B", whole, placed.owner.ranks, placed.owner.rank))
+    engine.optimizer.reload_model_params()
+
+
 def record_run(cfg: SwiftConfig, folder: Path) -> None:
     """Build a run on this rank, take its first step at the full learning rate, and record it. Collective."""
     import torch
 
     from megaswift.models.vision import has_vision_tower
-    from megaswift.run.build import join_processes, load_start_weights
+    from megaswift.run.build import join_processes, load_start_weights, with_initial_adapter
     from megaswift.run.engines import make_engine
     from megaswift.run.output import OutputFolder
     from megaswift.run.plan import RunPlan
@@ -58,7 +76,8 @@ def record_run(cfg: SwiftConfig, folder: Path) -> None:
         raise UserError(Problem(str(cfg.model.model), "is a vision-language model, which bisect does not record"))
     task = TASKS.get(cfg.task)
     outputs = OutputFolder(folder / "run")
-    plan, data = task.read(RunPlan(cfg, processes.spec, processes.folder, processes.context, outputs))
+    cfg, base = with_initial_adapter(cfg, processes.folder, outputs.root)
+    plan, data = task.read(RunPlan(cfg, processes.spec, base, processes.context, outputs))
     engine = make_engine(plan.cfg, plan.spec, plan.folder, plan.context)
     if engine.dtype == torch.float16:
         raise UserError(Problem("float16", "is not recorded: its gradients are scaled", "--torch_dtype bfloat16"))

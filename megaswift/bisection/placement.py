@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megaswift.bisection.trace_folder import BACKWARD, OUTPUT, Entry
+from megaswift.bridge.adapters.plan import AdapterPlan, Half, ModuleAdapterSpec
 from megaswift.bridge.hf.source import Slices
 from megaswift.bridge.plan import PlanEntry, WeightPlan
 from megaswift.models.spec import ModelSpec
@@ -53,14 +54,58 @@ def plan_entry(plan: WeightPlan, parameter: str) -> PlanEntry | None:
     return plan.by_megatron.get(f"decoder.{layer}.{FUSED_NORMS[norm]}") if norm in FUSED_NORMS else None
 
 
+def adapter_parameter(adapter: ModuleAdapterSpec, half: Half) -> str:
+    """Return what a trace calls a matrix of an adapter: Megatron's layer, then Hugging Face's module in it."""
+    layer = adapter.projection.megatron.removeprefix("decoder.")
+    return f"{layer}.{adapter.projection.leaf}{adapter.name(half).removeprefix(adapter.module)}"
+
+
+@dataclass(frozen=True)
+class AdapterMatrix:
+    """A matrix of an adapter, with what `PlanEntry` has for weights."""
+
+    adapter: ModuleAdapterSpec
+    half: Half
+
+    @property
+    def megatron(self) -> str:
+        """Its name in a trace."""
+        return adapter_parameter(self.adapter, self.half)
+
+    @property
+    def hf(self) -> tuple[str]:
+        """Its name in the adapter's folder."""
+        return (self.adapter.name(self.half),)
+
+    @property
+    def expert(self) -> int | None:
+        """The expert that it belongs to."""
+        return self.adapter.entry.expert
+
+    def shard_shape(self, tp: int, _: int | None = None) -> tuple[int, ...]:
+        """Return the shape of a rank's part."""
+        return self.adapter.local_shape(self.half, tp, 0)
+
+    def read(self, source: _Tensors, tp: int, rank: int, _: int | None = None) -> Tensor:
+        """Return a rank's part."""
+        return self.adapter.take(self.half, source.tensors[self.hf[0]], tp, rank)
+
+
 class Placement:
     """Cuts whole tensors for the ranks of a layout."""
 
-    def __init__(self, plan: WeightPlan, spec: ModelSpec, layout: Layout) -> None:
+    def __init__(self, plan: WeightPlan, spec: ModelSpec, layout: Layout, adapters: AdapterPlan | None = None) -> None:
         self.plan = plan
         self.spec = spec
         self.layout = layout
         self.padded = padded_vocabulary_size(spec, layout.tp)
+        matrices = [AdapterMatrix(one, half) for one in (adapters.adapters if adapters else ()) for half in one.halves]
+        self.adapters = {matrix.megatron: matrix for matrix in matrices}
+        """Matrices of adapters by their names in a trace."""
+
+    def parameter(self, name: str) -> PlanEntry | AdapterMatrix | None:
+        """Return what a trace calls by a name: a weight of the model, or a matrix of an adapter."""
+        return self.adapters.get(name) or plan_entry(self.plan, name)
 
     def tokens(self, count: int, rows: Rows, place: Coordinates) -> Tensor | None:
         """int64 [count]: which of the [s x b] tokens a rank holds; None where no share has so many."""
@@ -114,7 +159,7 @@ class Placement:
 
     def cut_parameter(self, whole: Mapping[str, Tensor], entry: Entry, count: int, place: Coordinates) -> Tensor | None:
         """The flat elements of a rank's shard, from tensors by their Hugging Face names."""
-        found = plan_entry(self.plan, entry.name)
+        found = self.parameter(entry.name)
         if found is None or any(name not in whole for name in found.hf):
             return None
         ranks, rank = (self.layout.tp, place.tp) if found.expert is None else (self.layout.etp, place.etp)

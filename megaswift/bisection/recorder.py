@@ -11,12 +11,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megaswift.bisection.placement import adapter_parameter
 from megaswift.bisection.trace_folder import (
     BACKWARD,
     CLIPPED,
@@ -49,6 +51,18 @@ HEAD = "head"
 EMBEDDING = "embedding"
 ROTATED = ("query", "key")
 """Inputs of attention that are recorded: after norms and rotation, before context parallelism joins keys."""
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """Elements of a parameter that the optimizer of this rank changes, flat."""
+
+    name: str
+    start: int
+    """The first of them in this rank's shard of the parameter."""
+    gradient: Tensor
+    main: Tensor
+    clipped: Tensor | None
 
 
 class StepRecorder:
@@ -168,15 +182,18 @@ class StepRecorder:
             result = engine.train_batch(microbatches, loss, lr)
         for number, part in enumerate(result.parts):
             self.trace.add(Entry(LOSS, "loss", number), torch.tensor([part.loss]))
-        for name, _, start, main in self._main_weights():
-            if main.grad is not None:
-                self.trace.add(Entry(CLIPPED, name, None, start), main.grad.reshape(-1).float())
-            self.trace.add(Entry(WEIGHT, name, None, start), main.reshape(-1).float())
+        for own in self._trained():
+            if own.clipped is not None:
+                self.trace.add(Entry(CLIPPED, own.name, None, own.start), own.clipped.float())
+            self.trace.add(Entry(WEIGHT, own.name, None, own.start), own.main.float())
         finish_weight_gathers(engine.chunks)
-        for placed in engine.weights.placed:
+        trained = engine.weights.placed if engine.lora is None else engine.lora.saved
+        for placed in trained:
             weight = placed.held
             assert isinstance(weight, Tensor), "quantized weights do not train"
             self.trace.add(Entry(GATHERED, _short(placed.entry.megatron)), weight.reshape(-1))
+        for one in engine.lora.placed if engine.lora is not None else ():
+            self.trace.add(Entry(GATHERED, adapter_parameter(one.adapter, one.half)), one.tensor.reshape(-1))
 
     @contextmanager
     def _reduced_gradients(self) -> Iterator[None]:
@@ -188,10 +205,8 @@ class StepRecorder:
             def run() -> Any:
                 if not seen:
                     seen.append(1)
-                    for name, weight, start, main in self._main_weights():
-                        flat = weight.main_grad.reshape(-1)  # type: ignore[attr-defined]
-                        flat = flat[start : start + main.numel()]
-                        self.trace.add(Entry(GRADIENT, name, None, start), flat.float())
+                    for own in self._trained():
+                        self.trace.add(Entry(GRADIENT, own.name, None, own.start), own.gradient.float())
                 return prepare()
 
             return run
@@ -204,12 +219,32 @@ class StepRecorder:
             for part in parts:
                 del part.prepare_grads
 
-    def _main_weights(self) -> Iterator[tuple[str, Tensor, int, Tensor]]:
-        """(name, weight, first element, those of its elements that the optimizer of this rank changes)."""
-        names = {id(p.held): p.entry.megatron for p in self.engine.weights.placed}
+    def _trained(self) -> Iterator[TrainedPart]:
+        """What the optimizer of this rank changes; adapters of experts that share a parameter one by one."""
+        places = self._places()
         for weight, start, main in main_weights(self.engine.optimizer):
-            if id(weight) in names:
-                yield _short(names[id(weight)]), weight, start, main
+            gradient = weight.main_grad.reshape(-1)  # type: ignore[attr-defined]
+            for name, first, count in places.get(id(weight), ()):
+                begin = max(first, start)
+                end = min(first + count, start + main.numel())
+                if begin < end:
+                    here = slice(begin - start, end - start)
+                    clipped = None if main.grad is None else main.grad.reshape(-1)[here]
+                    yield TrainedPart(name, begin - first, gradient[begin:end], main.reshape(-1)[here], clipped)
+
+    def _places(self) -> dict[int, list[tuple[str, int, int]]]:
+        """(Name, first element, number of elements) of what a parameter holds, by its identity."""
+        places: dict[int, list[tuple[str, int, int]]] = {}
+        for placed in self.engine.weights.placed:
+            weight = placed.held
+            if isinstance(weight, Tensor):
+                places[id(weight)] = [(_short(placed.entry.megatron), 0, weight.numel())]
+        for one in self.engine.lora.placed if self.engine.lora is not None else ():
+            own = one.tensor
+            first = int(own.storage_offset() - one.parameter.storage_offset())
+            name = adapter_parameter(one.adapter, one.half)
+            places.setdefault(id(one.parameter), []).append((name, first, own.numel()))
+        return places
 
 
 def _short(name: str) -> str:

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megaswift.bisection.adapted import AdaptedModel
 from megaswift.bisection.ahead import PARAMETER, LayersAhead, tokens_ahead
 from megaswift.bisection.placement import Rows, plan_entry
 from megaswift.bisection.precision import ReorderedSums, Widened
 from megaswift.bisection.trace_folder import BACKWARD, CLIPPED, GRADIENT, LOSS, OUTPUT
+from megaswift.bridge.adapters.folder import PeftFolder
 from megaswift.bridge.plan import WeightPlan
 
 ATTENTION = "megaswift_bisect"
@@ -29,6 +31,7 @@ CORE = ".self_attention.core_attention"
 INPUT_OF = {"core_attention": "linear_proj", "activation": "linear_fc2"}
 """Outputs that are no module's of transformers, and the module of Megatron that reads them."""
 CLIP_EPSILON = 1e-6
+LORA_B = ".lora_B.weight"
 Microbatch = tuple[int, int]
 """(data-parallel rank, number)."""
 Key = tuple[str, str, Microbatch | None]
@@ -56,6 +59,8 @@ class Recipe:
     """Of the mean loss of the layers for multi-token prediction."""
     ahead_detached: bool = False
     """No gradient flows from these layers into the embedding, the decoder and the head."""
+    lora_plus: float = 1.0
+    """The learning rate of B and of vectors, over that of other matrices (LoRA+)."""
 
     def clipping(self, gradients: Iterable[Tensor]) -> float:
         """Return the factor that clips the global norm of the gradients."""
@@ -65,10 +70,11 @@ class Recipe:
     def updated(self, name: str, weight: Tensor, gradient: Tensor) -> Tensor:
         """Take the first step of the optimizer with a clipped gradient."""
         decay = self.weight_decay if weight.dim() > 1 and not name.endswith("bias") else 0.0
+        lr = self.lr * (self.lora_plus if weight.dim() == 1 or name.endswith(LORA_B) else 1.0)
         if self.optimizer == "sgd":
-            return weight - self.lr * (gradient + decay * weight)
+            return weight - lr * (gradient + decay * weight)
         # AdamW from zero moments: both are corrected to the gradient and its square
-        return weight * (1 - self.lr * decay) - self.lr * gradient / (gradient.abs() + self.eps)
+        return weight * (1 - lr * decay) - lr * gradient / (gradient.abs() + self.eps)
 
 
 @dataclass
@@ -91,11 +97,15 @@ class ReferenceStep:
 class HuggingFaceStep:
     """A model folder, and steps from its weights."""
 
-    def __init__(self, folder: Path, plan: WeightPlan, dtype: torch.dtype, recipe: Recipe) -> None:
+    def __init__(
+        self, folder: Path, plan: WeightPlan, dtype: torch.dtype, recipe: Recipe, adapter: Path | None = None
+    ) -> None:
         self.folder = folder
         self.plan = plan
         self.dtype = dtype
         self.recipe = recipe
+        self.adapter = adapter
+        self.adapters = None if adapter is None else PeftFolder(adapter).plan(plan, training=True)
 
     def run(
         self,
@@ -116,8 +126,14 @@ class HuggingFaceStep:
         model = _load(self.folder)
         ahead = LayersAhead(model, self.folder, self.plan) if self.plan.spec.mtp_layers else None
         parts = [model] if ahead is None else [model, ahead.made]
+        adapted = None
+        if self.adapter is not None and self.adapters is not None:
+            for part in parts:
+                part.requires_grad_(False)
+            adapted = AdaptedModel(model, self.adapter, self.adapters)
         parameters = [*model.named_parameters(), *(() if ahead is None else ahead.named_parameters())]
-        main = {name: p.detach().clone() for name, p in parameters} if seed is None else {}
+        trained_here = [(name, p) for name, p in parameters if p.requires_grad]
+        main = {name: p.detach().clone() for name, p in trained_here} if seed is None else {}
         mode: AbstractContextManager[Any] = nullcontext()
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
         for part in parts:
@@ -132,35 +148,29 @@ class HuggingFaceStep:
             _perturb(parameters, seed)
             mode = ReorderedSums(seed)
         step = ReferenceStep()
-        gradients = {name: torch.zeros_like(p, dtype=wide) for name, p in parameters}
+        gradients = {name: torch.zeros_like(p, dtype=wide) for name, p in trained_here}
         counts = [_labels(rows.values(), further) or 1.0 for further in range(self.plan.spec.mtp_layers + 1)]
         filled = sum(bool(fields["valid"].any()) for fields in rows.values())
         for number, fields in rows.items():
             with mode:
                 _Pass(self, model, ahead, step, number, fields, names).run(counts, max(filled, 1))
-            for name, p in parameters:
+            for name, p in trained_here:
                 if p.grad is not None:
                     gradients[name] += p.grad
                     p.grad = None
-        self._update(model, ahead, step, main, gradients, trained)
+        on_disk = partial(_by_disk_name, model, ahead, adapted)
+        self._update(step, on_disk(main), on_disk(gradients), trained)
         return step
 
     def _update(
-        self,
-        model: nn.Module,
-        ahead: LayersAhead | None,
-        step: ReferenceStep,
-        main: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        trained: set[str],
+        self, step: ReferenceStep, main: Mapping[str, Tensor], reduced: Mapping[str, Tensor], trained: set[str]
     ) -> None:
-        """Clip by the global norm, then take the first step of the optimizer."""
-        reduced = _by_disk_name(model, ahead, gradients)
+        """Clip by the global norm."""
         used = {name: g for name, g in reduced.items() if name in trained}
         clipping = self.recipe.clipping(used.values())
         step.parameters[GRADIENT] = {name: g.float() for name, g in used.items()}
         step.parameters[CLIPPED] = {name: (g * clipping).float() for name, g in used.items()}
-        step.start = {name: p for name, p in _by_disk_name(model, ahead, main).items() if name in used}
+        step.start = {name: p for name, p in main.items() if name in used}
 
     def modules(self, model: nn.Module, ahead: LayersAhead | None, name: str) -> list[nn.Module]:
         """The Hugging Face modules whose outputs, joined by columns, are the output of Megatron's module `name`; empty
@@ -525,15 +535,18 @@ def _attention_calls(listener: Callable[[int, Tensor, Tensor], None]) -> Iterato
         _listening.remove(listener)
 
 
-def _by_disk_name(model: Any, ahead: LayersAhead | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _by_disk_name(
+    model: Any, ahead: LayersAhead | None, adapted: AdaptedModel | None, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Tensors of parameters by the names of files: transformers holds the experts of a layer in one."""
     from transformers.core_model_loading import revert_weight_conversion
 
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith(PARAMETER)}
-    found: dict[str, Tensor] = revert_weight_conversion(model, own)
+    further = {} if adapted is None else dict(adapted.by_disk_name(own))
     if ahead is not None:
-        found |= ahead.by_disk_name({name: tensor for name, tensor in tensors.items() if name not in own})
-    return found
+        further |= ahead.by_disk_name({name: tensor for name, tensor in tensors.items() if name not in own})
+    found: dict[str, Tensor] = revert_weight_conversion(model, own if adapted is None else adapted.whole(own))
+    return found | further
 
 
 @torch.no_grad()

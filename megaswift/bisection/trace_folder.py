@@ -24,6 +24,8 @@ from megaswift.parallel.layout import Layout
 
 FORMAT = 1
 INDEX = "trace.json"
+ADAPTER = "adapter"
+"""The PEFT folder of the adapters from which the step began, in a trace that has any."""
 INPUT = "input"
 OUTPUT = "output"
 LOSS = "loss"
@@ -116,6 +118,12 @@ class Trace:
     def layout(self) -> Layout:
         """The ranks' grid."""
         return Layout(**self.about["layout"])
+
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the adapters from which the step began; None without adapters."""
+        folder = self.folder / ADAPTER
+        return folder if folder.is_dir() else None
 
     def ranks(self) -> Iterator[RankTrace]:
         """Read rank after rank."""

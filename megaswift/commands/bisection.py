@@ -185,8 +185,15 @@ def _on_this_machine(
     if cfg.task not in SUPERVISED:
         rule = "is not recorded: bisect compares steps of sft and pt"
         problems.append(Problem(f"megaswift {cfg.task}", rule, "give the configuration or folder of such a run"))
-    if cfg.model.train_type != "full":
-        problems.append(Problem(f"--train_type {cfg.model.train_type}", "is not recorded", "--train_type full"))
+    if cfg.model.train_type not in ("full", "lora"):
+        fix = "--train_type lora, or full"
+        problems.append(Problem(f"--train_type {cfg.model.train_type}", "is not recorded", fix))
+    if cfg.model.train_type == "lora" and cfg.lora.lora_dropout:
+        rule = "is drawn at random, so that no reference computes the same"
+        problems.append(Problem(f"--lora_dropout {cfg.lora.lora_dropout}", rule, "--lora_dropout 0"))
+    if layers is not None and cfg.lora.adapters is not None:
+        rule = f"does not cut the adapters of --adapters {cfg.lora.adapters}"
+        problems.append(Problem(f"--layers {layers}", rule, "leave --layers out"))
     if requested_engine(cfg) not in (NATIVE, "auto"):
         problems.append(Problem(f"--engine {requested_engine(cfg)}", "is not recorded", f"--engine {NATIVE}"))
     for part, names in UNKNOWN_TO_THE_REFERENCE.items():

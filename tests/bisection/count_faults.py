@@ -18,6 +18,7 @@ from megaswift.bisection.trace_folder import Trace
 from megaswift.config import SwiftConfig
 from megaswift.parallel.layout import Layout
 from tests.bisection.faults import DELTA_NETS, REPORTED, SIZES, Fault, of_sizes, placed_at_random
+from tests.bisection.lora_faults import LORA_FAULTS
 from tests.bisection.ranks import Task, options_of
 from tests.parity import models
 from tests.parity.cases import parse
@@ -110,7 +111,7 @@ def main() -> int:
                 for size, faults in of_sizes(given.sizes, given.seed, dtype).items():
                     print(f"{dtype}, {size:g} too large: {count_text(list(planted.answers(faults)))}", flush=True)
             return 0
-        faults = [*REPORTED, *DELTA_NETS, *placed_at_random(given.random, given.seed)]
+        faults = [*REPORTED, *DELTA_NETS, *LORA_FAULTS, *placed_at_random(given.random, given.seed)]
         answers = []
         for answer in planted.answers(fault for fault in faults if given.only in str(fault)):
             answers.append(answer)

@@ -37,7 +37,7 @@ class Fault:
     factor: float = 1.01
     """What a fault of a size multiplies by."""
     dtype: str = "float32"
-    options: tuple[tuple[str, float], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
     """Further options of the run."""
 
     def __str__(self) -> str:

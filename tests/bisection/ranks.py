@@ -52,6 +52,7 @@ def record(rank: int, world: int, task: Task) -> None:
     from tests.parity.measure import build
 
     if task.fault:
+        from tests.bisection import lora_faults  # noqa: F401 - which registers its kinds
         from tests.bisection.faults import plant, plant_before
 
         plant_before(task.fault)
@@ -74,7 +75,7 @@ def explained(
     """Take the first step of a case that failed, and return bisect's screen for the message of the failure.
 
     Args:
-        case: The case; without adapters.
+        case: The case.
         pool: Where its ranks run.
         model: The model's folder.
         options: More options of the configuration.

@@ -1,4 +1,7 @@
-"""No false alarm: every layout of the parity tests' default run, in both dtypes, and Transformer Engine's layers."""
+"""No false alarm: every layout of the parity tests' default run, in both dtypes, Transformer Engine's layers, adapters.
+
+The adapters are new ones on every module, of which bisect has moved B.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.bisection.lora_faults import LORA
 from tests.bisection.ranks import Task, verdict
-from tests.parity import cover, cover_te, models, test_mtp
+from tests.parity import cover, cover_te, models, test_lora, test_lora_stacks, test_lora_te, test_mtp
 from tests.parity.cases import Case, parse
 from tests.parity.pool import Pool
 
 AHEAD = [parse(text) for text in (*test_mtp.DEFAULT, "qwen3_5_moe-mtp dp2 ep2", "qwen3_5-mtp pp2 tied")]
 CASES = [*AHEAD, *(c for model in cover.SWITCHES for c in cover.default(model))]
 TE_CASES = [*map(parse, test_mtp.TRANSFORMER_ENGINE), *cover_te.default("dense"), *cover_te.default("moe")]
+LORA_CASES = [*map(parse, (*test_lora.LAYOUTS, *test_lora.LATER, *test_lora.FAMILIES))]
+LORA_CASES += [parse(text, model="gpt_oss") for text in (*test_lora_stacks.LAYOUTS, *test_lora_stacks.LATER)]
+LORA_TE_CASES = [*map(parse, (*test_lora_te.LAYOUTS, *test_lora_te.LATER))]
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
-def assert_no_alarm(case: Case, folder: Path, pool: Pool, dtype: str) -> None:
+def assert_no_alarm(case: Case, folder: Path, pool: Pool, dtype: str, **options: object) -> None:
     """Nothing differs, and nearly everything is compared."""
     model = models.build(case.variant, folder / "models" / case.variant)
-    task = Task(case, model, folder / f"{case}-{dtype}".replace(" ", "-"), options={"torch_dtype": dtype})
+    task = Task(case, model, folder / f"{case}-{dtype}".replace(" ", "-"), options={"torch_dtype": dtype, **options})
     pool.run("tests.bisection.ranks:record", task, case.world)
     found = verdict(task)
     bad = [f"{v.kind} {v.name} {v.rank}: {v.difference:.2e} > {v.expected:.2e}" for v in found.verdicts if v.bad]
@@ -37,3 +44,17 @@ def test_no_false_alarm(case: Case, dtype: str, tmp_path: Path, pool: Pool) -> N
 @pytest.mark.parametrize("case", TE_CASES, ids=str)
 def test_no_false_alarm_of_transformer_engines_layers(case: Case, dtype: str, tmp_path: Path, te_pool: Pool) -> None:
     assert_no_alarm(case, tmp_path, te_pool, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_no_false_alarm_of_adapters(case: Case, dtype: str, tmp_path: Path, pool: Pool) -> None:
+    assert_no_alarm(case, tmp_path, pool, dtype, **dict(LORA))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", LORA_TE_CASES, ids=str)
+def test_no_false_alarm_of_adapters_on_transformer_engines_layers(
+    case: Case, dtype: str, tmp_path: Path, te_pool: Pool
+) -> None:
+    assert_no_alarm(case, tmp_path, te_pool, dtype, **dict(LORA))

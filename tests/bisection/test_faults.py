@@ -8,6 +8,7 @@ import pytest
 
 from tests.bisection.count_faults import RANDOM, SEED, Planted
 from tests.bisection.faults import DELTA_NETS, REPORTED, Fault, placed_at_random
+from tests.bisection.lora_faults import LORA_FAULTS
 from tests.parity.pool import Pool
 
 FOUND, RIGHT = 0.95, 0.90
@@ -23,7 +24,7 @@ def test_the_faults_are_many_and_different() -> None:
 @pytest.mark.process
 def test_faults_are_found_at_their_place(tmp_path: Path, pool: Pool) -> None:
     """`python -m tests.bisection.count_faults` prints each."""
-    faults: list[Fault] = [*REPORTED, *DELTA_NETS, *placed_at_random(RANDOM, SEED)]
+    faults: list[Fault] = [*REPORTED, *DELTA_NETS, *LORA_FAULTS, *placed_at_random(RANDOM, SEED)]
     answers = list(Planted(pool, tmp_path).answers(faults))
     missed = [str(a.fault) for a in answers if not a.found]
     misplaced = [f"{a.fault}: {a.name}" for a in answers if not a.right]

@@ -2,7 +2,8 @@
 
 Covers: megaswift/bisection/recorder.py, megaswift/bisection/native.py, megaswift/bisection/reference.py,
 megaswift/bisection/judge.py, megaswift/bisection/compare.py, megaswift/bisection/joined.py,
-megaswift/bisection/report.py, megaswift/bisection/page.py, megaswift/commands/bisection.py.
+megaswift/bisection/adapted.py, megaswift/bisection/report.py, megaswift/bisection/page.py,
+megaswift/commands/bisection.py.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from megaswift.bisection.compare import Comparison
 from megaswift.bisection.judge import compare_with, judge, other_step, references_of
 from megaswift.bisection.page import color, page
 from megaswift.bisection.report import layer_ranges, report_json, screen
-from megaswift.bisection.trace_folder import KINDS, RECOMPUTED, Trace
+from megaswift.bisection.trace_folder import KINDS, OF_PARAMETERS, RECOMPUTED, Trace
 from megaswift.commands import bisection
 from megaswift.commands.bisection import DIFFERENT
 from megaswift.config import SwiftConfig
-from megaswift.errors import UserError
+from megaswift.errors import ConfigError, UserError
 from megaswift.parallel.layout import Layout
 from tests.bisection.count_faults import Planted
 from tests.bisection.faults import CORE, FC1, PROJ, QKV, Fault
+from tests.bisection.lora_faults import LORA, LORA_FAULTS
 from tests.bisection.ranks import Task, explained, options_of, verdict
 from tests.parity import check, models
 from tests.parity.cases import Case, parse
@@ -63,6 +65,27 @@ def test_no_difference(text: str, folder: Path, pool: Pool) -> None:
     names = {v.name for v in found.verdicts if v.kind == "output"}
     assert {f"layers.3.{CORE}", f"layers.0.{CORE}.query", f"layers.1.{PROJ}", "embedding", "head", "layers.2"} <= names
     assert all(v.expected < 1e-4 for v in found.verdicts if v.kind in ("output", "output_gradient", "gradient"))
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_no_difference_with_adapters(folder: Path, pool: Pool) -> None:
+    """Only adapters train; those of experts share a parameter on a rank. Their B is not zero."""
+    task, found = recorded("moe tp2 sp ep2 do", folder / "lora", pool, **dict(LORA))
+    assert found.first is None and not found.skipped
+    names = {kind: {v.name for v in found.verdicts if v.kind == kind} for kind in OF_PARAMETERS}
+    assert all(".lora_" in name for name in names["gradient"]) and len(set(map(frozenset, names.values()))) == 1
+    expert = "layers.1.mlp.experts.3.linear_fc1.up_proj"
+    assert {f"layers.0.{QKV}.{leaf}_proj.lora_B.weight" for leaf in "qkv"} | {f"{expert}.lora_A.weight"} <= names[
+        "weight"
+    ]
+    gradients = [
+        tensor
+        for rank in Trace.open(task.trace).ranks()
+        for entry, tensor in rank.tensors.items()
+        if entry.kind == "gradient" and "lora_A" in entry.name and "experts" not in entry.name
+    ]
+    assert gradients and all(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.process
@@ -191,6 +214,51 @@ def test_a_failed_parity_test_shows_the_answer(folder: Path, pool: Pool, monkeyp
         check.check(parse("dense tp2"), pool, Known(model))  # type: ignore[arg-type]
     fault = Fault("dense tp2", "scaled_weight_gradient", 1, FC1)
     assert f"first difference: layers.1.{FC1}.weight" in explained(parse("dense tp2"), pool, model, {}, fault)
+
+
+@pytest.mark.process
+def test_a_failed_parity_test_of_adapters_shows_the_answer(folder: Path, pool: Pool) -> None:
+    model = models.build("dense", folder / "models" / "dense")
+    case = parse("dense tp2")
+    with pytest.raises(AssertionError, match="no difference beyond rounding"):
+        check.assert_within_limits([number("loss", 1.0, 2.0, 0.1)], case, pool, model, dict(LORA))
+    fault = next(fault for fault in LORA_FAULTS if (fault.case, fault.kind) == ("dense tp2", "scaled_adapter"))
+    text = explained(case, pool, model, dict(LORA), fault)
+    assert f"first difference: layers.2.{FC1}, output, micro-batch 0, rank 1" in text
+
+
+def test_what_is_not_recorded(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    data = write_conversations(tmp_path / "data.jsonl")
+    run = tmp_path / "run.yaml"
+    run.write_text(f"task: sft\nmodel: {model}\ndataset: [{data}]\ntrain_type: lora\nlora_dropout: 0.1\n")
+    with pytest.raises(ConfigError, match="--lora_dropout 0$"):
+        bisection.main([str(run)])
+    with pytest.raises(ConfigError, match="leave --layers out"):
+        bisection.main([str(run), "--lora_dropout", "0", "--adapters", str(tmp_path), "--layers", "1"])
+    with pytest.raises(ConfigError, match="--train_type lora, or full"):
+        bisection.main([str(run), "--lora_dropout", "0", "--train_type", "qlora"])
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("words", [["--init_weights", "pissa"], ["--use_dora", "true"], ["--lorap_lr_ratio", "8"]])
+def test_the_command_with_adapters(words: list[str], tmp_path: Path, pool: Pool) -> None:
+    """Adapters that start otherwise, that have magnitudes, that learn at two rates."""
+    model = write_model(tmp_path / "model", layers=3)
+    data = write_conversations(tmp_path / "data.jsonl")
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"task: sft\nmodel: {model}\ndataset: [{data}]\ndataset_cache_dir: {tmp_path}/cache\ntrain_type: lora\n"
+        "per_device_train_batch_size: 2\nglobal_batch_size: 4\nlearning_rate: 1e-3\nmodules_to_save: [lm_head]\n"
+    )
+    out = tmp_path / "report"
+    words = [str(run), "--layout", "tp2 pp2", "--layers", "2", "--output", str(out), *words]
+    [code] = pool.run("tests.bisection.test_steps:run_command", [*words, "--torch_dtype", "float32"], 1)
+    facts = json.loads((out / "bisect.json").read_text())
+    names = {row["name"] for row in facts["tensors"] if row["kind"] == "weight"}
+    assert code == 0 and facts["agrees"] and {"output_layer.weight", f"layers.1.{PROJ}.o_proj.lora_A.weight"} <= names
+    assert not facts["without_counterpart"]
 
 
 @pytest.mark.process

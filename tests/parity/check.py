@@ -53,7 +53,7 @@ def assert_within_limits(
     if any(d.bad for d in differences):
         title = f"{case} {dict(options)}" if options else str(case)
         more = ""
-        if options.get("train_type", "full") == "full":
+        if options.get("train_type", "full") in ("full", "lora"):
             more = f"\n{explained(case, pool, folder, options, recorder=recorder)}"
         raise AssertionError(f"\n{table(title, differences)}{more}")
 

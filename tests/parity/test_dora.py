@@ -15,7 +15,8 @@ from megaswift.errors import ConfigError, WeightsError
 from tests.bridge.folders import plan_of
 from tests.parity import lora
 from tests.parity.cases import Case, global_batch, parse
-from tests.parity.compare import GRADIENT, compare, table, tensors
+from tests.parity.check import assert_within_limits
+from tests.parity.compare import GRADIENT, compare, tensors
 from tests.parity.measure import STEPS, Task
 from tests.parity.models import disk_tensors
 from tests.parity.oracle import Reference
@@ -69,7 +70,7 @@ def check(task: Task, want: Reference, pool: Pool) -> None:
     got = pool.run("tests.parity.measure:train", task, task.case.world)[0]
     assert any(name.endswith(M) and float(g.abs().max()) > 0 for name, g in want.gradients.items())
     differences = compare(got, want, task.recipe)
-    assert not any(d.bad for d in differences), "\n" + table(str(task.case), differences)
+    assert_within_limits(differences, task.case, pool, task.folder, task.options)
 
 
 @pytest.mark.process

@@ -16,7 +16,8 @@ import torch
 from megaswift.bisection.precision import ReorderedSums
 from tests.parity import lora
 from tests.parity.cases import Case, global_batch, parse
-from tests.parity.compare import GRADIENT, compare, distances, table, tensors
+from tests.parity.check import assert_within_limits
+from tests.parity.compare import GRADIENT, compare, distances, tensors
 from tests.parity.measure import STEPS, Task
 from tests.parity.models import disk_tensors, model_type
 from tests.parity.oracle import Recipe, Reference
@@ -177,10 +178,9 @@ def adapters(references: References, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def check(task: Task, want: Reference, pool: Pool) -> None:
-    """Measures and fails with a table."""
+    """Measures and fails with a table and what bisect says of the first step."""
     got = pool.run("tests.parity.measure:train", task, task.case.world)[0]
-    differences = compare(got, want, task.recipe)
-    assert not any(d.bad for d in differences), "\n" + table(str(task.case), differences)
+    assert_within_limits(compare(got, want, task.recipe), task.case, pool, task.folder, task.options)
 
 
 @pytest.mark.process
@@ -204,7 +204,7 @@ def test_updated_adapters_are_gathered_before_they_are_used(
     task = replace(task, options={**task.options, **overlap})
     got, _ = pool.run("tests.parity.deferred:train", task, task.case.world)[0]
     differences = compare(got, want, task.recipe)
-    assert not any(d.bad for d in differences), "\n" + table(text, differences)
+    assert_within_limits(differences, task.case, pool, task.folder, task.options, "tests.parity.deferred:record")
 
 
 @pytest.mark.process
