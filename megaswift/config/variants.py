@@ -52,8 +52,7 @@ def _reward_functions(c: Sections) -> tuple[str, ...]:
     """Return which built-in functions with options the run uses, also under TRL's names
     (`get_cosine_scaled_reward`)."""
     built_in = [name for name in c.rewards.reward_funcs if ":" not in name]  # a colon: FILE:FUNCTION of the user
-    with_options = dict.fromkeys(name for option in OPTIONS for name in values_with(option, "reward_funcs"))
-    return tuple(short for short in with_options if any(short in name for name in built_in))
+    return tuple(short for short in _REWARDS_WITH_OPTIONS if any(short in name for name in built_in))
 
 
 def _nodes(c: Sections) -> Any:
@@ -166,6 +165,7 @@ def values_with(option: str, selector: str) -> tuple[str, ...]:
     return wanted.values if wanted else ()
 
 
+_REWARDS_WITH_OPTIONS = tuple(dict.fromkeys(name for option in OPTIONS for name in values_with(option, "reward_funcs")))
 SELECTORS = Selectors(OPTIONS, FACTS, lambda c, name: c.value(name))
 
 

@@ -102,12 +102,14 @@ def _imported(file: Path) -> Iterator[str]:
 def _files_of(folder: Path, name: str) -> list[Path]:
     """The file of a module and those of the packages around it; of a package whose modules register themselves, all
     files; none where the name is not a module."""
-    path = folder.joinpath(*name.split("."))
+    parts = name.split(".")
+    path = folder.joinpath(*parts)
     if path.is_dir():
         return sorted(path.glob("*.py")) if name in REGISTRIES else [path / "__init__.py"]
     file = path.with_suffix(".py")
-    packages = [parent / "__init__.py" for parent in file.parents if parent.is_relative_to(folder) and parent != folder]
-    return [file, *packages] if file.is_file() else []
+    if not file.is_file():
+        return []
+    return [file, *(folder.joinpath(*parts[:depth], "__init__.py") for depth in range(1, len(parts)))]
 
 
 @cache
