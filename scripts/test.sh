@@ -31,10 +31,11 @@ run() {
   case $code in 0) ran=1 ;; 5) ;; *) exit "$code" ;; esac
 }
 # In parallel, unless tests were picked by hand: three processes keep two cores busy, because many of the default tests wait.
-pair=() grouped=(); [ $# -gt 0 ] || { pair=(-n 2); grouped=(-n 3 --dist loadgroup); }  # see tests/conftest.py, TOGETHER
+# A file's tests stay in one process: what they import and share is made once.
+two=() three=(); [ $# -gt 0 ] || { two=(-n 2 --dist loadfile); three=(-n 3 --dist loadfile); }
 case "$tier" in
-  fast) run "not process and not wide and not slow and not gpu" "${pair[@]}" "$@" ;;
-  default) run "not slow and not gpu" "${grouped[@]}" "$@" ;;  # in one go: the tests are collected once
+  fast) run "not process and not wide and not slow and not gpu" "${two[@]}" "$@" ;;
+  default) run "not slow and not gpu" "${three[@]}" "$@" ;;  # in one go: the tests are collected once
   slow) run "slow and not gpu" "$@" ;;
   gpu) run "gpu" "$@" ;;
 esac

@@ -42,19 +42,7 @@ TE = (
     "te/test_ranks_without_tokens.py",
     "te/test_resume.py",
 )
-"""Files whose ranks import Transformer Engine, which takes a worker some ten seconds a release."""
-TOGETHER = {f"tests/{file}": "transformer engine" for file in TE} | {
-    "tests/parity/test_parity.py": "layouts",
-    "tests/run/test_training.py": "runs",
-    "tests/rank_recorder/test_rank_recorder.py": "records",
-    "tests/serve/test_app.py": "server",
-    "tests/test_docs_site.py": "docs site",
-    "tests/parity/test_videos.py": "videos",
-    "tests/fake_cuda/test_commands.py": "fake cuda",
-    "tests/engine/torch/strategies/test_zero.py": "zero",
-}
-"""Files that one worker runs as a whole under `--dist loadgroup`, those of a group on the same one: two layouts of
-eight ranks at a time cost more than one after the other, and what their tests share would be made twice."""
+"""Files whose ranks import Transformer Engine, some ten seconds a release: one worker runs them."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -75,16 +63,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files of TOGETHER stay together, every other test is for the next free worker. xdist's marks do not reach pytest
-    9."""
-    from xdist.scheduler import LoadScopeScheduling
+    """A file's tests stay together under `--dist loadfile`, and so do the files of TE."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadScopeScheduling):
+    class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return TOGETHER.get(file, nodeid)
+            file = super()._split_scope(nodeid)
+            return "transformer engine" if file.removeprefix("tests/") in TE else file
 
-    return Scheduling(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
