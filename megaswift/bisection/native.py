@@ -1,4 +1,4 @@
-"""A step of the native engine, recorded into a trace folder: on the ranks of a run, and the processes for it."""
+"""A step of a run, recorded into a trace folder: on its ranks, and the processes for them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ MODEL = "model"
 
 
 def record_step(engine: Any, microbatches: Sequence[Batch], loss: Loss, lr: float, folder: Path, **more: Any) -> None:
-    """Take one optimizer step of the native engine and write its trace; each rank writes its own files. Collective."""
+    """Take one optimizer step of an engine and write its trace; each rank writes its own files. Collective."""
     from megaswift.bisection.recorder import StepRecorder
+    from megaswift.bisection.torch_recorder import TorchStepRecorder
     from megaswift.bisection.trace_folder import ADAPTER, write_index
+    from megaswift.engine.torch.engine import TorchEngine
 
-    if engine.lora is not None:
+    on_torch = isinstance(engine, TorchEngine)
+    if not on_torch and engine.lora is not None:
         move_new_adapters(engine)
         engine.write_adapter(folder / ADAPTER, more.get("model", ""))
-    recorder = StepRecorder(engine)
+    recorder = TorchStepRecorder(engine) if on_torch else StepRecorder(engine)
     recorder.record_step(microbatches, loss, lr)
     recorder.trace.write(folder)
     if engine.rank == 0:
@@ -63,6 +66,7 @@ def record_run(cfg: SwiftConfig, folder: Path) -> None:
     """Build a run on this rank, take its first step at the full learning rate, and record it. Collective."""
     import torch
 
+    from megaswift.families import FAMILIES
     from megaswift.models.vision import has_vision_tower
     from megaswift.run.build import join_processes, load_start_weights, with_initial_adapter
     from megaswift.run.engines import make_engine
@@ -74,6 +78,9 @@ def record_run(cfg: SwiftConfig, folder: Path) -> None:
     processes = join_processes(cfg)
     if has_vision_tower(processes.spec.hf_config):
         raise UserError(Problem(str(cfg.model.model), "is a vision-language model, which bisect does not record"))
+    if processes.spec.family not in FAMILIES:
+        rule = "is of no family whose weights have names in Megatron, by which bisect compares"
+        raise UserError(Problem(f"model_type {processes.spec.family}", rule, "docs/families.md lists those that have"))
     task = TASKS.get(cfg.task)
     outputs = OutputFolder(folder / "run")
     cfg, base = with_initial_adapter(cfg, processes.folder, outputs.root)

@@ -16,7 +16,7 @@ from megaswift.base.atomic_writes import write_atomically
 from megaswift.base.command_words import UserErrorArgumentParser
 from megaswift.commands.training import process_count
 from megaswift.config import SwiftConfig, load_config
-from megaswift.engine.options.engine_checks import NATIVE, requested_engine
+from megaswift.engine.options.engine_checks import AUTO, NATIVE, requested_engine
 from megaswift.errors import ConfigError, Problem, UserError, missing_path_hint
 from megaswift.options.tasks import SUPERVISED
 from megaswift.parallel.layout import Layout, requested_axis_sizes, size_problems
@@ -194,8 +194,13 @@ def _on_this_machine(
     if layers is not None and cfg.lora.adapters is not None:
         rule = f"does not cut the adapters of --adapters {cfg.lora.adapters}"
         problems.append(Problem(f"--layers {layers}", rule, "leave --layers out"))
-    if requested_engine(cfg) not in (NATIVE, "auto"):
-        problems.append(Problem(f"--engine {requested_engine(cfg)}", "is not recorded", f"--engine {NATIVE}"))
+    engine = requested_engine(cfg)
+    if cfg.model.train_type == "lora" and engine not in (NATIVE, AUTO):
+        rule = "is recorded with --train_type full only"
+        problems.append(Problem(f"--engine {engine}", rule, f"--engine {NATIVE}"))
+    if layout is not None and engine not in (NATIVE, AUTO) and max(sizes.values()) > 1:
+        rule = f"is not a layout of --engine {engine}, which has data parallelism only"
+        problems.append(Problem(f'--layout "{layout}"', rule, f'--layout "dp{world}", or --engine {NATIVE}'))
     for part, names in UNKNOWN_TO_THE_REFERENCE.items():
         set_here = [name for name in names if getattr(getattr(cfg, part), name)]
         problems += [Problem(f"--{name}", "is unknown to the reference", "leave it out") for name in set_here]
@@ -210,7 +215,12 @@ def _on_this_machine(
     if layout is not None:
         options |= {"sequence_parallel": sequence, "pipeline_layout": None}
         options |= {"first_stage_layers": None, "last_stage_layers": None}
-    options |= {"engine": NATIVE, "nproc_per_node": None, "nnodes": None, "output_dir": str(scratch / "out")}
+    options |= {
+        "engine": NATIVE if cfg.model.train_type == "lora" else engine,
+        "nproc_per_node": None,
+        "nnodes": None,
+        "output_dir": str(scratch / "out"),
+    }
     if layers is not None:
         from megaswift.bisection.first_layers import write_first_layers
         from megaswift.folders.source import locate_model

@@ -84,7 +84,7 @@ def _first(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
 
 
-class _ScaledGradient(torch.autograd.Function):
+class ScaledGradient(torch.autograd.Function):
     """Identity; the gradient times a factor."""
 
     @staticmethod
@@ -154,7 +154,7 @@ def scaled_input_gradient(fault: Fault, engine: Any) -> None:
         own = module.forward
 
         def forward(x: Tensor, *args: Any, own: Callable[..., Any] = own, **kwargs: Any) -> Any:
-            return own(_ScaledGradient.apply(x, fault.factor), *args, **kwargs)
+            return own(ScaledGradient.apply(x, fault.factor), *args, **kwargs)
 
         module.forward = forward  # type: ignore[method-assign]
 

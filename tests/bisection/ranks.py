@@ -52,7 +52,7 @@ def record(rank: int, world: int, task: Task) -> None:
     from tests.parity.measure import build
 
     if task.fault:
-        from tests.bisection import lora_faults  # noqa: F401 - which registers its kinds
+        from tests.bisection import lora_faults, torch_faults  # noqa: F401 - which register their kinds
         from tests.bisection.faults import plant, plant_before
 
         plant_before(task.fault)

@@ -204,11 +204,13 @@ class TorchEngine(EngineState):
             if self.noise is not None:
                 self.noise.scale = self.noise.of(on_device) if train else None
             self.routers.begin(train)
+            last = i == len(microbatches) - 1
+            if train:
+                self.strategy.begin_microbatch(last)
             with document_attention.rows_of(batch, self.fields.model):
                 value = objective(on_device, self._fields(on_device, batch)) + self.routers.take(
                     on_device.valid, max(counted.microbatches, 1)
                 )
-                last = i == len(microbatches) - 1
                 # once a global batch, of which every rank adds its share
                 if train and last and self.allocation is not None:
                     orthogonal = self.allocation.penalty()

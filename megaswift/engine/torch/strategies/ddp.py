@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -79,11 +78,15 @@ class DdpStrategy:
         """Parameters by name in the module that was wrapped."""
         return self.bare.named_parameters()
 
+    def begin_microbatch(self, last: bool) -> None:
+        """Gradients are added up over ranks once a step. DDP settles in the forward pass whether its backward pass will
+        do so."""
+        if isinstance(self.module, DistributedDataParallel):
+            self.module.require_backward_grad_sync = last
+
     def backward(self, loss: Tensor, last: bool) -> None:
         """DDP averages gradients over ranks: the loss is multiplied by their number, so that they add up."""
-        wait = nullcontext() if last or not isinstance(self.module, DistributedDataParallel) else self.module.no_sync()
-        with wait:
-            self.scaled_backward(loss * self.ranks, last)
+        self.scaled_backward(loss * self.ranks, last)
 
     def scaled_backward(self, loss: Tensor, last: bool) -> None:
         """Backward pass of a loss times the loss scale; after the last one of a step gradients are divided by it."""

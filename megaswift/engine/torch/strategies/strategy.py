@@ -29,6 +29,9 @@ class DataParallelStrategy(Protocol):
     module: nn.Module
     """What is called."""
 
+    def begin_microbatch(self, last: bool) -> None:
+        """A forward pass comes whose gradients are wanted; `last` as for `backward`."""
+
     def backward(self, loss: Tensor, last: bool) -> None:
         """Gradients of the sum of `loss` over ranks and calls; `last` on the last micro-batch of a step."""
 

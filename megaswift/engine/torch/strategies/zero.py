@@ -162,6 +162,9 @@ class ZeroStrategy:
             self._zero.loss_scaler.update_scale = _keep_scale
             self._zero.loss_scaler.cur_scale = self.loss_scale.value
 
+    def begin_microbatch(self, last: bool) -> None:
+        """DeepSpeed needs no notice."""
+
     def backward(self, loss: Tensor, last: bool) -> None:
         """Adds the gradients of `loss`, a scalar that is already divided by the global count. `last`: they are summed
         over ranks."""
