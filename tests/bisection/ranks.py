@@ -70,7 +70,13 @@ def record(rank: int, world: int, task: Task) -> None:
 
 
 def explained(
-    case: Case, pool: Pool, model: Path, options: Mapping[str, Any], fault: Any = None, recorder: str = RECORD
+    case: Case,
+    pool: Pool,
+    model: Path,
+    options: Mapping[str, Any],
+    fault: Any = None,
+    recorder: str = RECORD,
+    of: Path | None = None,
 ) -> str:
     """Take the first step of a case that failed, and return bisect's screen for the message of the failure.
 
@@ -81,6 +87,7 @@ def explained(
         options: More options of the configuration.
         fault: A `Fault` to plant.
         recorder: The function that records on the ranks.
+        of: The folder of the reference's weights; None: the model's.
     """
     from megaswift.bisection.report import screen
     from megaswift.errors import UserError
@@ -89,16 +96,16 @@ def explained(
         task = Task(case, model, Path(folder), fault, options, step=0)
         try:
             pool.run(recorder, task, case.world)
-            found = verdict(task)
+            found = verdict(task, of)
         except (RankError, UserError) as error:
             return f"bisect could not take the step: {error}"
         return f"megaswift bisect:\n{screen(found, Trace.open(task.trace).layout, 'Hugging Face')}"
 
 
-def verdict(task: Task) -> Any:
-    """Compare what was recorded with Hugging Face."""
+def verdict(task: Task, of: Path | None = None) -> Any:
+    """Compare what was recorded with Hugging Face; `of`: the folder of its weights, where it is not the model's."""
     from megaswift.bisection.judge import judge
     from megaswift.config import SwiftConfig
 
     cfg = SwiftConfig(task="sft", model=str(task.model), **task.case.config(**options_of(task)))
-    return judge(Trace.open(task.trace), task.model, cfg)
+    return judge(Trace.open(task.trace), of or task.model, cfg)

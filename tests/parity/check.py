@@ -39,6 +39,7 @@ def assert_within_limits(
     folder: Path,
     options: Mapping[str, Any],
     recorder: str = RECORD,
+    of: Path | None = None,
 ) -> None:
     """Fail with a table, and with bisect's screen of the first step, unless all differences are within their limits.
 
@@ -49,13 +50,12 @@ def assert_within_limits(
         folder: The model's folder.
         options: More options of the configuration.
         recorder: The function by which ranks record the step for bisect.
+        of: The folder of the reference's weights, where the model's own are quantized.
     """
     if any(d.bad for d in differences):
         title = f"{case} {dict(options)}" if options else str(case)
-        more = ""
-        if options.get("train_type", "full") in ("full", "lora"):
-            more = f"\n{explained(case, pool, folder, options, recorder=recorder)}"
-        raise AssertionError(f"\n{table(title, differences)}{more}")
+        more = explained(case, pool, folder, options, recorder=recorder, of=of)
+        raise AssertionError(f"\n{table(title, differences)}\n{more}")
 
 
 def against_hugging_face(case: Case, got: Reference, references: References) -> list[Difference]:

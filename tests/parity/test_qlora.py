@@ -13,6 +13,7 @@ import pytest
 
 from tests.parity import lora, nf4
 from tests.parity.cases import Case, global_batch, parse
+from tests.parity.check import assert_within_limits
 from tests.parity.compare import LOSS, compare, number, table, tensors
 from tests.parity.measure import STEPS, Task
 from tests.parity.oracle import Reference
@@ -38,13 +39,16 @@ class Quantized:
         self.references, self.folder = references, folder
         self._known: dict[tuple[str, int], Reference] = {}
 
+    def rounded(self, case: Case) -> Path:
+        """The folder of weights that went through four bits."""
+        return self.folder / f"{case.variant}-d"
+
     def of(self, case: Case) -> tuple[Task, Reference]:
         """(what the ranks get: the unquantized folder; what they have to find)."""
         recipe = self.references.recipe if case.moe else replace(self.references.recipe, aux_coeff=0.0, z_coeff=0.0)
-        model, adapter, dequantized = (
-            self.references.model(case.variant),
-            *(self.folder / f"{case.variant}{n}" for n in ("-a", "-d")),
-        )
+        model = self.references.model(case.variant)
+        adapter = self.folder / f"{case.variant}-a"
+        dequantized = self.rounded(case)
         if not adapter.exists():
             lora.make_adapter(model, adapter, LEAVES)
             nf4.round_trip(model, dequantized)
@@ -67,7 +71,7 @@ def test_layout(text: str, pool: Pool, quantized: Quantized) -> None:
     task, want = quantized.of(parse(text))
     got = pool.run("tests.parity.measure:train", task, task.case.world)[0]
     differences = compare(got, want, task.recipe)
-    assert not any(d.bad for d in differences), "\n" + table(text, differences)
+    assert_within_limits(differences, task.case, pool, task.folder, task.options, of=quantized.rounded(task.case))
 
 
 @pytest.mark.wide

@@ -14,7 +14,8 @@ from tests.bridge.folders import rewrite, set_config, tensors_of
 from tests.bridge.quantize import quantize_fp8, quantize_mxfp4
 from tests.parity import lora, nf4
 from tests.parity.cases import global_batch, parse
-from tests.parity.compare import compare, table
+from tests.parity.check import assert_within_limits
+from tests.parity.compare import compare
 from tests.parity.measure import STEPS, Task
 from tests.parity.oracle import reference
 from tests.parity.pool import Pool
@@ -51,10 +52,10 @@ def test_training_from_fp8(text: str, pool: Pool, references: References, tmp_pa
     folder = quantize_fp8(Path(shutil.copytree(references.model(case.variant), tmp_path / "fp8")), (8, 16))
     recipe = references.recipe if case.moe else replace(references.recipe, aux_coeff=0.0, z_coeff=0.0)
     batches = [global_batch(replace(case, packed=False), k) for k in range(STEPS)]
-    want = reference(dequantized(folder, tmp_path / "plain"), recipe, batches)
+    plain = dequantized(folder, tmp_path / "plain")
+    want = reference(plain, recipe, batches)
     got = pool.run("tests.parity.measure:train", Task(case, folder, recipe), case.world)[0]
-    differences = compare(got, want, recipe)
-    assert not any(d.bad for d in differences), "\n" + table(str(case), differences)
+    assert_within_limits(compare(got, want, recipe), case, pool, folder, {}, of=plain)
 
 
 def unpacked(folder: Path, target: Path) -> Path:
@@ -107,9 +108,8 @@ def test_adapters_in_four_bits_on_a_quantized_folder(
         )
     else:
         lora.make_adapter(plain, adapter, (*lora.ATTENTION, *lora.MLP))
-    want = lora.reference(
-        nf4.round_trip(plain, tmp_path / "b"), recipe, adapter, [global_batch(case, k) for k in range(STEPS)], kind
-    )
+    rounded = nf4.round_trip(plain, tmp_path / "b")
+    want = lora.reference(rounded, recipe, adapter, [global_batch(case, k) for k in range(STEPS)], kind)
     task = Task(case, folder, recipe, options={"train_type": "qlora", "adapters": str(adapter)})
     differences = compare(pool.run("tests.parity.measure:train", task, case.world)[0], want, recipe)
-    assert not any(d.bad for d in differences), "\n" + table(str(case), differences)
+    assert_within_limits(differences, case, pool, folder, task.options, of=rounded)

@@ -16,8 +16,8 @@ import pytest
 
 from megaswift.families import FAMILIES
 from tests.parity.cases import Case, parse
-from tests.parity.check import TRAIN, check
-from tests.parity.compare import compare, table
+from tests.parity.check import TRAIN, assert_within_limits, check
+from tests.parity.compare import compare
 from tests.parity.models import is_moe
 from tests.parity.pool import Pool, RankError
 from tests.parity.references import References
@@ -113,7 +113,7 @@ def test_adapters(case: Case, te_pool: Pool, adapters: Adapters) -> None:  # noq
     task, want = adapters.settled(case, ADAPTERS)
     got = te_pool.run(TRAIN, task, case.world)[0]
     differences = compare(got, want, task.recipe)
-    assert not any(d.bad for d in differences), "\n" + table(str(case), differences)
+    assert_within_limits(differences, case, te_pool, task.folder, task.options)
 
 
 @pytest.mark.parametrize("case", refused_cases())

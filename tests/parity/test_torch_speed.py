@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.parity.cases import parse
-from tests.parity.compare import compare, table
+from tests.parity.check import assert_within_limits
+from tests.parity.compare import compare
 from tests.parity.measure import Task
 from tests.parity.pool import Pool
 from tests.parity.references import References
@@ -100,4 +101,4 @@ def test_equals_hugging_face(
     task = Task(case, folder, recipe, options={"engine": engine, **options})
     got = pool.run("tests.parity.measure:train", task, case.world, timeout=400)[0]
     differences = compare(got, want, recipe)
-    assert not any(d.bad for d in differences), table(f"{engine}, {case}, {options}", differences)
+    assert_within_limits(differences, case, pool, folder, task.options)
