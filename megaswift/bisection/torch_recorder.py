@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -235,6 +236,8 @@ class TorchStepRecorder:
         """Whole tensors by their Hugging Face names, on rank 0, as Megatron's parameters."""
         for full in self.placement.plan.by_megatron if tensors else ():
             entry = Entry(kind, full.removeprefix("decoder."))
+            if kind == WEIGHT and replace(entry, kind=GRADIENT) not in self.trace.tensors:
+                continue  # a buffer
             part = self.placement.cut_parameter(tensors, entry, sys.maxsize, self.place)
             if part is not None:
                 self.trace.add(entry, part.float())

@@ -25,6 +25,17 @@ def torch_scaled_output(fault: Fault, engine: Any) -> None:
 
 
 @planted
+def torch_recomputed_otherwise(fault: Fault, engine: Any) -> None:
+    """The output is too large where a backward pass recomputes it."""
+
+    def scale(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        recomputed = torch._C._current_graph_task_id() != -1
+        return out * fault.factor if recomputed else out
+
+    _module(fault, engine).register_forward_hook(scale)
+
+
+@planted
 def torch_scaled_gradient(fault: Fault, engine: Any) -> None:
     """The gradient of a module's input is too large."""
 
