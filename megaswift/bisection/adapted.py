@@ -42,7 +42,8 @@ class AdaptedModel:
                 warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
                 PeftModel.from_pretrained(model, str(folder), is_trainable=True)
         except (ValueError, RuntimeError) as error:
-            raise UserError(Problem("the run's adapter", f"has no reference: PEFT says {first_line(error)}")) from None
+            rule = f"has no reference: PEFT says {first_line(error)}"
+            raise UserError(Problem("the run's adapter", rule, "adapt all experts of a layer, or none")) from None
         model.enable_input_require_grads()  # so that outputs before the first adapter have gradients, as in the engine
         by_target: dict[str, list[ModuleAdapterSpec]] = {}
         for one in plan.adapters:
@@ -55,9 +56,8 @@ class AdaptedModel:
                 name = path if parameter is None else f"{path.replace(BASE, '')}.{parameter}"
                 self.homes[path] = by_target.pop(name.removesuffix(WEIGHT), [])
         for target in by_target:
-            raise UserError(
-                Problem(f"the adapter on {target}", "has no counterpart in PEFT", "leave it out of --target_modules")
-            )
+            fix = "leave the module out of --target_modules"
+            raise UserError(Problem(f"the adapter on {target}", "has no counterpart in PEFT", fix))
 
     def by_disk_name(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters' part of tensors by the names of their folder, each expert's and module's by itself."""

@@ -22,6 +22,7 @@ from megaswift.bisection.placement import Placement
 from megaswift.bisection.reference import Microbatch, ReferenceStep, rows_of
 from megaswift.bisection.trace_folder import (
     DIVISION,
+    GRADIENT,
     INPUT,
     KINDS,
     LOSS,
@@ -149,9 +150,11 @@ def compare(
     held: list[_Held] = []
     skipped: set[str] = set()
     names: dict[int, set[str]] = {}
+    with_gradient: set[str] = set()
     for rank in trace.ranks():
         place = trace.layout.coordinates(rank.rank)
         names[rank.rank] = {entry.name for entry in rank.tensors}
+        with_gradient |= {entry.name for entry in rank.tensors if entry.kind == GRADIENT}
         found.verdicts += _inputs(rank, place, rows)
         for entry, tensor in rank.tensors.items():
             if entry.kind == INPUT:
@@ -176,6 +179,10 @@ def compare(
             held.append(_Held(verdict, entry, tensor.shape, _rms(part.elements)))
     layers = placement.spec.num_layers if center is None else None  # two traces may be of a model's first layers
     found.verdicts += misplaced_layers(names, layers, trace.layout)
+    if with_gradient:
+        found.verdicts += _untrained(
+            names, [name for name in placement.adapters if name not in with_gradient], placement
+        )
     around = base if center is None else center
     for step in perturbed:
         whole = _WholeNoise(around, step, placement)
@@ -317,6 +324,15 @@ def misplaced_layers(names: Mapping[int, Iterable[str]], count: int | None, layo
             order: Order = (-1, 0, 0, layer, name)
             found.append(Verdict(rank, layout.coordinates(rank), DIVISION, name, None, difference, 0.0, order))
     return found
+
+
+def _untrained(names: Mapping[int, set[str]], adapters: Iterable[str], placement: Placement) -> Iterator[Verdict]:
+    """Yield a verdict for each adapter's matrix that has no gradient, on the first rank that has it."""
+    for name in adapters:
+        rank = next((rank for rank, of_rank in names.items() if name in of_rank), 0)
+        place = placement.layout.coordinates(rank)
+        order = _order(Entry(GRADIENT, name), place, {})
+        yield Verdict(rank, place, GRADIENT, name, None, math.inf, 0.0, order)
 
 
 def _repeated(rows: Mapping[Microbatch, Mapping[str, Tensor]]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,7 @@ def write_first_layers(source: Path, target: Path, layers: int, weights: bool = 
     target.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and not file.match(WEIGHTS) and file.suffix not in (".bin", ".pt", ".pth"):
-            (target / file.name).symlink_to(file.resolve())
-    (target / "config.json").unlink(missing_ok=True)
+            shutil.copyfile(file, target / file.name)
     (target / "config.json").write_text(json.dumps(_first(config, config[name], name, layers), indent=2))
     if weights:
         stored = open_weights(source)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.bisection.faults import FC1, FC2, PROJ, QKV, Fault, modules_of, planted
+from tests.bisection.faults import FC1, FC2, OF_STAGES, PROJ, QKV, Fault, modules_of, planted
 
 LORA = (("train_type", "lora"), ("lora_rank", 4), ("lora_alpha", 6.0))
 EXPERTS = "mlp.experts.linear_fc1"
@@ -156,6 +156,21 @@ def stale_adapter(fault: Fault, engine: Any) -> None:
     engine.train_batch = trained
 
 
+def frozen_adapter() -> None:
+    """A layer's adapter does not train: the optimizer does not have it."""
+    from megaswift.engine.megatron.lora import layers
+
+    own = layers.Adapters._new_parameter
+
+    def new(self: Any, adapter: Any, half: Any, data: Tensor) -> nn.Parameter:
+        return own(self, adapter, half, data).requires_grad_(adapter.module != "model.layers.2.mlp.down_proj")
+
+    layers.Adapters._new_parameter = new  # type: ignore[method-assign]
+
+
+OF_STAGES["frozen_adapter"] = frozen_adapter
+
+
 def _fault(
     case: str, kind: str, layer: int = 0, module: str = "", axis: str = "", answers: tuple[str, ...] = ()
 ) -> Fault:
@@ -178,6 +193,7 @@ LORA_FAULTS: tuple[Fault, ...] = (
     _fault("dense tp2", "own_draw_of_a", 1, FC1, "tp"),
     _fault("dense dp2 do", "lost_adapter_gradient", 2, PROJ, "dp"),
     _fault("dense dp2 do", "stale_adapter", 1, QKV, "dp"),
+    _fault("dense pp2", "frozen_adapter", answers=(f"layers.2.{FC2}",)),
     _fault("dense recompute=full", "frozen_input", answers=("@gradient",)),
     _fault("moe dp2 ep2", "dropped_expert_adapter", 1, EXPERTS, "ep", answers=("layers.1.mlp",)),
     _fault("moe tp2 sp ep2 etp2 dp2", "unsummed_expert_adapter", 2, EXPERTS, answers=("layers.2.mlp.experts",)),

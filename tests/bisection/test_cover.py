@@ -5,22 +5,44 @@ The adapters are new ones on every module, of which bisect has moved B.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from megaswift.errors import UserError
 from tests.bisection.lora_faults import LORA
-from tests.bisection.ranks import Task, verdict
-from tests.parity import cover, cover_te, models, test_lora, test_lora_stacks, test_lora_te, test_mtp
+from tests.bisection.ranks import Task, explained, verdict
+from tests.bridge.quantize import quantize_fp8
+from tests.parity import (
+    cover,
+    cover_te,
+    models,
+    nf4,
+    test_lora,
+    test_lora_stacks,
+    test_lora_te,
+    test_mtp,
+    test_quantized,
+)
 from tests.parity.cases import Case, parse
 from tests.parity.pool import Pool
 
 AHEAD = [parse(text) for text in (*test_mtp.DEFAULT, "qwen3_5_moe-mtp dp2 ep2", "qwen3_5-mtp pp2 tied")]
 CASES = [*AHEAD, *(c for model in cover.SWITCHES for c in cover.default(model))]
 TE_CASES = [*map(parse, test_mtp.TRANSFORMER_ENGINE), *cover_te.default("dense"), *cover_te.default("moe")]
-LORA_CASES = [*map(parse, (*test_lora.LAYOUTS, *test_lora.LATER, *test_lora.FAMILIES))]
+UNKNOWN_TO_PEFT = ("deepseek_v3-dense tp2", "deepseek_v3-dense te tp2")
+"""PEFT takes the names of a dense MLP for those of experts in this family, and drops its adapters."""
+
+
+def parsed(texts: Sequence[str]) -> list[Case]:
+    """Cases that PEFT has."""
+    return [parse(text) for text in texts if text not in UNKNOWN_TO_PEFT]
+
+
+LORA_CASES = parsed([*test_lora.LAYOUTS, *test_lora.LATER, *test_lora.FAMILIES])
 LORA_CASES += [parse(text, model="gpt_oss") for text in (*test_lora_stacks.LAYOUTS, *test_lora_stacks.LATER)]
-LORA_TE_CASES = [*map(parse, (*test_lora_te.LAYOUTS, *test_lora_te.LATER))]
+LORA_TE_CASES = parsed([*test_lora_te.LAYOUTS, *test_lora_te.LATER])
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
@@ -58,3 +80,21 @@ def test_no_false_alarm_of_adapters_on_transformer_engines_layers(
     case: Case, dtype: str, tmp_path: Path, te_pool: Pool
 ) -> None:
     assert_no_alarm(case, tmp_path, te_pool, dtype, **dict(LORA))
+
+
+def test_adapters_that_peft_does_not_have(tmp_path: Path, pool: Pool) -> None:
+    with pytest.raises(UserError, match=r"adapter on model.layers.0.mlp.gate_proj: has no counterpart in PEFT"):
+        assert_no_alarm(parse(UNKNOWN_TO_PEFT[0]), tmp_path, pool, "float32", **dict(LORA))
+
+
+def test_no_false_alarm_of_quantized_weights(tmp_path: Path, pool: Pool) -> None:
+    """The reference has the values as transformers and bitsandbytes dequantize them."""
+    case = parse("llama tp2 sp pp2")
+    folder = quantize_fp8(models.build(case.variant, tmp_path / "fp8"), (8, 16))
+    text = explained(case, pool, folder, {}, of=test_quantized.dequantized(folder, tmp_path / "values"))
+    assert "no difference beyond rounding" in text
+    case = parse("moe-nf4 tp2 sp dp2 ep2 etp2 do")
+    folder = models.build(case.variant, tmp_path / "plain")
+    values = nf4.round_trip(folder, tmp_path / "nf4")
+    text = explained(case, pool, folder, {**dict(LORA), "train_type": "qlora"}, of=values)
+    assert "no difference beyond rounding" in text

@@ -2,8 +2,7 @@
 
 Covers: megaswift/bisection/recorder.py, megaswift/bisection/native.py, megaswift/bisection/reference.py,
 megaswift/bisection/judge.py, megaswift/bisection/compare.py, megaswift/bisection/joined.py,
-megaswift/bisection/adapted.py, megaswift/bisection/report.py, megaswift/bisection/page.py,
-megaswift/commands/bisection.py.
+megaswift/bisection/report.py, megaswift/bisection/page.py, megaswift/commands/bisection.py.
 """
 
 from __future__ import annotations
