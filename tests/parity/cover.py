@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
+from itertools import product
+
+import numpy as np
 
 from tests.parity.cases import Case, parse
 from tests.parity.models import is_moe
@@ -156,23 +158,29 @@ def cover_pairs(keys: Sequence[str], candidates: Sequence[Case], covered: Iterab
 
     Greedy and deterministic: of those that add most pairs to the `covered` ones the smallest world is taken.
     """
-    number: dict[tuple[str, object, str, object], int] = {}
+    by_world = sorted(candidates, key=lambda c: c.world)
+    column: dict[tuple[str, object], int] = {}
+    rows = [[column.setdefault((key, getattr(c, key)), len(column)) for key in keys] for c in by_world]
+    first, second = np.triu_indices(len(column), 1)
 
-    def pairs(case: Case) -> int:
-        mask = 0
-        for a, b in combinations(keys, 2):
-            mask |= 1 << number.setdefault((a, getattr(case, a), b, getattr(case, b)), len(number))
-        return mask
+    def pairs(rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """Pairs of choices x cases: which occur in which."""
+        has = np.zeros((len(column), len(rows)), dtype=bool)
+        for n, row in enumerate(rows):
+            has[row, n] = True
+        return has[first] & has[second]
 
-    masks = [pairs(case) for case in candidates]
-    left = (1 << len(number)) - 1
-    for case in covered:
-        left &= ~pairs(case)
+    occurs = pairs(rows)
+    settings = [[(key, getattr(c, key)) for key in keys] for c in covered]
+    left = occurs.any(1) & ~pairs([[column[s] for s in row if s in column] for row in settings]).any(1)
+    added = occurs[left].sum(0)
     chosen: list[Case] = []
-    while left:
-        best = max(range(len(masks)), key=lambda i: ((masks[i] & left).bit_count(), -candidates[i].world, -i))
-        chosen.append(candidates[best])
-        left &= ~masks[best]
+    while left.any():
+        best = int(added.argmax())  # the first of equals
+        new = occurs[:, best] & left
+        chosen.append(by_world[best])
+        added -= occurs[new].sum(0)
+        left &= ~new
     return sorted(chosen, key=lambda c: c.world)
 
 
