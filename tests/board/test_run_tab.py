@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from megaswift.run.lock import RunLock
 from tests.board.test_jobs import running_job
 from tests.run.report.runs import line, write_folder
 
-pytest.importorskip("gradio", reason="needs gradio: pip install -e '.[board]'")
+pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="needs gradio: pip install -e '.[board]'")
 
 
 def offered(root: Path) -> tuple[str, bool, bool]:

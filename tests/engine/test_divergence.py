@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trl.experimental.gkd.gkd_trainer import GKDTrainer
-from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
 
 from megaswift.engine.divergence import TeacherOutputs
 from megaswift.engine.teacher_head import TeacherHead
@@ -31,6 +29,8 @@ def _logits(products: Tensor, scale: float, softcap: float | None) -> Tensor:
 
 def _jsd(own: Tensor, taught: Tensor, divergence: Divergence) -> Tensor:
     """TRL's divergence [t] of logits [t, v]."""
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
     rows = [
         GKDTrainer.generalized_jsd_loss(
             a[None, None], b[None, None], beta=divergence.beta, temperature=divergence.temperature, reduction="sum"
@@ -183,6 +183,8 @@ def test_values_are_not_negative() -> None:
 
 def _largest(own: Tensor, taught: Tensor, k: int, divergence: Divergence, mask: Tensor | None = None) -> Tensor:
     """TRL's divergence [t] over a teacher's k largest of log-probabilities and the tail."""
+    from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
+
     given = taught.topk(k)
     valid = torch.ones_like(given.indices, dtype=torch.bool) if mask is None else mask
     of_model = torch.log_softmax(own / divergence.temperature, -1).gather(1, given.indices)

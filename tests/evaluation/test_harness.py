@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks.tydiqa.utils import f1_score
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megaswift.bridge.convert.to_megatron import hf_to_megatron
@@ -119,6 +118,8 @@ def test_choices_are_those_that_plain_transformers_finds_likeliest(model: Path, 
 
 
 def test_answers_are_scored_as_squad_scores_them(model: Path, tmp_path: Path) -> None:
+    from lm_eval.tasks.tydiqa.utils import f1_score  # its import takes a second
+
     file = answers(tmp_path)
     found = here(model, [str(file)], HarnessRun(bootstrap_iters=200, gen_kwargs={"max_gen_toks": 12}), chat=True)
     tokenizer = AutoTokenizer.from_pretrained(model)

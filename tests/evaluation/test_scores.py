@@ -7,8 +7,6 @@ import math
 
 import numpy as np
 import pytest
-import scipy.stats
-from lm_eval.tasks.tydiqa.utils import exact_match_score, f1_score
 
 from megaswift.evaluation.scores import bootstrap, exact_match, f1, paired_bootstrap
 
@@ -25,6 +23,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(("answer", "reference"), PAIRS)
 def test_answers_as_squad_scores_them(answer: str, reference: str) -> None:
+    from lm_eval.tasks.tydiqa.utils import exact_match_score, f1_score  # its import takes a second
+
     assert exact_match(answer, [reference]) == exact_match_score(answer, reference, "en")
     assert f1(answer, [reference]) == pytest.approx(f1_score(answer, reference, "en"), abs=1e-15)
 
@@ -41,9 +41,11 @@ def test_the_best_reference_counts() -> None:
 
 def test_an_interval_is_that_of_scipy() -> None:
     """Percentile bootstrap of a mean; both are drawn, so equal up to the spread of 20,000 resamplings."""
+    from scipy import stats
+
     values = np.random.default_rng(1).normal(size=80)
     found = bootstrap([(v, 1) for v in values], "mean", 20000, seed=2)
-    low, high = scipy.stats.bootstrap(
+    low, high = stats.bootstrap(
         (values,), np.mean, n_resamples=20000, method="percentile", rng=np.random.default_rng(3)
     ).confidence_interval
     assert found.value == pytest.approx(values.mean())
