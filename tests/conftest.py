@@ -17,10 +17,8 @@ from tests.parity.pool import Pool, close_shared, shared
 
 TE = (
     "engine/megatron/optim/test_clipping.py",
-    "engine/megatron/test_clip_and_skip_in_update.py",
     "memory/test_activation_bytes.py",
     "memory/test_state_bytes.py",
-    "memory/test_weight_gradient_optimizer_bytes.py",
     "net/test_layouts.py",
     "parity/test_capacity.py",
     "parity/test_cuda_graphs.py",
@@ -42,7 +40,20 @@ TE = (
     "te/test_ranks_without_tokens.py",
     "te/test_resume.py",
 )
-"""Files whose ranks import Transformer Engine, some ten seconds a release: one worker runs them."""
+"""Files whose ranks import Transformer Engine, some ten seconds a release."""
+PARSED = (
+    "config/test_every_inference_option_is_read.py",
+    "engine/test_group_backends.py",
+    "engine/test_squared_norm.py",
+    "test_layers.py",
+    "test_mirror.py",
+    "test_named_modules.py",
+    "test_names_in_text.py",
+    "test_style.py",
+)
+"""Files that look at the repository's own sources, whose parsing takes some five seconds."""
+TOGETHER = dict.fromkeys(TE, "transformer engine") | dict.fromkeys(PARSED, "sources")
+"""File below tests/ -> the group that one worker runs."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -63,13 +74,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests stay together under `--dist loadfile`, and so do the files of TE."""
+    """A file's tests stay together under `--dist loadfile`, and so do the files of a group."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "transformer engine" if file.removeprefix("tests/") in TE else file
+            return TOGETHER.get(file.removeprefix("tests/"), file)
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 

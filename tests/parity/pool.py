@@ -23,7 +23,6 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -146,21 +145,20 @@ def te_pool(release: str) -> Pool:
     return Pool(("tests.te.preload", *PRELOAD), {"MEGASWIFT_TE_RELEASE": release})
 
 
-@cache
 def shared(release: str = "") -> Pool:
     """The pool of this test session, without or with a release of Transformer Engine; `close_shared` ends it."""
-    _started.append(te_pool(release) if release else Pool())
-    return _started[-1]
+    if release not in _started:
+        _started[release] = te_pool(release) if release else Pool()
+    return _started[release]
 
 
-_started: list[Pool] = []
+_started: dict[str, Pool] = {}
 
 
 def close_shared() -> None:
     """Ends the pools of this session."""
     while _started:
-        _started.pop().close()
-    shared.cache_clear()
+        _started.popitem()[1].close()
 
 
 def _describe(target: str, failures: dict[int, str]) -> str:
