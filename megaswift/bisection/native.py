@@ -25,6 +25,7 @@ SLOWEST_S = 3600.0
 LINES = 30
 """Of a failed rank's output that are shown."""
 SHARE = 0.1
+"""What B adds, over the size of its adapter's input."""
 MODEL = "model"
 """Folder of drawn weights, in a trace."""
 
