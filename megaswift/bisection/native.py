@@ -81,7 +81,7 @@ def record_run(cfg: SwiftConfig, folder: Path) -> None:
         raise UserError(Problem(str(cfg.model.model), "is a vision-language model, which bisect does not record"))
     if processes.spec.family not in FAMILIES:
         rule = "is of no family whose weights have names in Megatron, by which bisect compares"
-        raise UserError(Problem(f"model_type {processes.spec.family}", rule, "docs/families.md lists those that have"))
+        raise UserError(Problem(f"model_type {processes.spec.family}", rule, "a model of a family in docs/families.md"))
     task = TASKS.get(cfg.task)
     outputs = OutputFolder(folder / "run")
     cfg, base = with_initial_adapter(cfg, processes.folder, outputs.root)

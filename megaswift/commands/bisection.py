@@ -228,6 +228,10 @@ def _on_this_machine(
         source = locate_model(cfg.model, weights=not cfg.model.random_init, verify=False)
         options["model"] = str(write_first_layers(source, scratch / "model", layers, not cfg.model.random_init))
     changed = cfg.replace(**options)
+    if options["engine"] != NATIVE:
+        from megaswift.run.checks.engine_choice import resolve_engine
+
+        changed = resolve_engine(changed, world)
     if changed.model.mtp_num_layers:
         from megaswift.bisection.ahead import check_reference
         from megaswift.folders.source import locate_model

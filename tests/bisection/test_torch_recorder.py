@@ -109,14 +109,15 @@ def test_the_command(tmp_path: Path, pool: Pool) -> None:
     sft(inputs, tmp_path / "native", *options)
     run = tmp_path / "fsdp2" / "config.yaml"
     report = tmp_path / "report"
-    words = [str(run), "--output", str(report), "--keep_trace", "--layout"]
-    [code] = pool.run("tests.bisection.test_steps:run_command", [*words, "dp2"], 1)
+    words = [str(run), "--output", str(report), "--keep_trace", "--layout", "dp2"]
+    command = "tests.bisection.test_steps:run_command"
+    [code] = pool.run(command, words, 1)
     facts = json.loads((report / "bisect.json").read_text())
     assert (code, facts["layout"], facts["agrees"]) == (0, "DP2", True)
     assert Trace.open(report / "trace").about["layout"]["world_size"] == 2
-    [code] = pool.run(
-        "tests.bisection.test_steps:run_command", [*words, "dp2", "--against", str(tmp_path / "native")], 1
-    )
+    [code] = pool.run(command, [*words, "--engine", "auto"], 1)  # DDP, chosen by size
+    assert code == 0
+    [code] = pool.run(command, [*words, "--against", str(tmp_path / "native")], 1)
     facts = json.loads((report / "bisect.json").read_text())
     assert (code, facts["against"]) == (0, str(tmp_path / "native"))
 
