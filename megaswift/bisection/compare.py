@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -22,6 +22,7 @@ from megaswift.bisection.placement import Placement
 from megaswift.bisection.reference import Microbatch, ReferenceStep, rows_of
 from megaswift.bisection.trace_folder import (
     DIVISION,
+    GATHERED,
     GRADIENT,
     INPUT,
     KINDS,
@@ -29,6 +30,7 @@ from megaswift.bisection.trace_folder import (
     OF_PARAMETERS,
     OUTPUT,
     RECOMPUTED,
+    WEIGHT,
     Entry,
     RankTrace,
     Trace,
@@ -150,11 +152,13 @@ def compare(
     held: list[_Held] = []
     skipped: set[str] = set()
     names: dict[int, set[str]] = {}
-    with_gradient: set[str] = set()
+    trained: set[str] = set()
+    changed: set[str] = set()
     for rank in trace.ranks():
         place = trace.layout.coordinates(rank.rank)
         names[rank.rank] = {entry.name for entry in rank.tensors}
-        with_gradient |= {entry.name for entry in rank.tensors if entry.kind == GRADIENT}
+        trained |= {entry.name for entry in rank.tensors if entry.kind == GRADIENT}
+        changed |= {entry.name for entry in rank.tensors if entry.kind in (WEIGHT, GATHERED)}
         found.verdicts += _inputs(rank, place, rows)
         for entry, tensor in rank.tensors.items():
             if entry.kind == INPUT:
@@ -179,10 +183,8 @@ def compare(
             held.append(_Held(verdict, entry, tensor.shape, _rms(part.elements)))
     layers = placement.spec.num_layers if center is None else None  # two traces may be of a model's first layers
     found.verdicts += misplaced_layers(names, layers, trace.layout)
-    if with_gradient:
-        found.verdicts += _untrained(
-            names, [name for name in placement.adapters if name not in with_gradient], placement
-        )
+    if trained:
+        found.verdicts += _untrained(names, _without_gradient(trained, changed, base, placement), placement)
     around = base if center is None else center
     for step in perturbed:
         whole = _WholeNoise(around, step, placement)
@@ -326,9 +328,28 @@ def misplaced_layers(names: Mapping[int, Iterable[str]], count: int | None, layo
     return found
 
 
-def _untrained(names: Mapping[int, set[str]], adapters: Iterable[str], placement: Placement) -> Iterator[Verdict]:
-    """Yield a verdict for each adapter's matrix that has no gradient, on the first rank that has it."""
-    for name in adapters:
+def _without_gradient(
+    trained: Iterable[str], changed: Iterable[str], base: ReferenceStep, placement: Placement
+) -> Iterator[str]:
+    """Name the parameters that train in the reference, and of which no rank has a gradient."""
+    known = base.parameters.get(GRADIENT, {})
+    have = {name for parameter in trained for name in _folder_names(parameter, placement)}
+    for parameter in sorted({*changed, *placement.adapters}):
+        names = _folder_names(parameter, placement)
+        trains = parameter in placement.adapters or any(name in known and known[name].any() for name in names)
+        if trains and have.isdisjoint(names):
+            yield parameter
+
+
+def _folder_names(parameter: str, placement: Placement) -> Sequence[str]:
+    """The names, in the folders of the model and its adapters, of the tensors that a parameter holds."""
+    found = placement.parameter(parameter)
+    return () if found is None else found.hf
+
+
+def _untrained(names: Mapping[int, set[str]], missing: Iterable[str], placement: Placement) -> Iterator[Verdict]:
+    """Yield a verdict for each parameter that has no gradient, on the first rank that has its weight."""
+    for name in missing:
         rank = next((rank for rank, of_rank in names.items() if name in of_rank), 0)
         place = placement.layout.coordinates(rank)
         order = _order(Entry(GRADIENT, name), place, {})

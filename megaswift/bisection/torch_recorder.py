@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from megaswift.bisection.trace_folder import (
     Entry,
     RankTrace,
 )
+from megaswift.bridge.hf.model_folder import persistent_buffers
 from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.torch.engine import TorchEngine
 from megaswift.families import family_of
@@ -66,7 +66,9 @@ class TorchStepRecorder:
             result = self.engine.train_batch(microbatches, loss, lr)
         for number, part in enumerate(result.parts):
             self.trace.add(Entry(LOSS, "loss", number), torch.tensor([part.loss]))
-        self._keep_parameters(WEIGHT, dict(self.engine.hf_weights()))
+        buffers = persistent_buffers(self.model)
+        weights = {name: tensor for name, tensor in self.engine.hf_weights() if name not in buffers}
+        self._keep_parameters(WEIGHT, weights)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -236,8 +238,6 @@ class TorchStepRecorder:
         """Whole tensors by their Hugging Face names, on rank 0, as Megatron's parameters."""
         for full in self.placement.plan.by_megatron if tensors else ():
             entry = Entry(kind, full.removeprefix("decoder."))
-            if kind == WEIGHT and replace(entry, kind=GRADIENT) not in self.trace.tensors:
-                continue  # a buffer
             part = self.placement.cut_parameter(tensors, entry, sys.maxsize, self.place)
             if part is not None:
                 self.trace.add(entry, part.float())

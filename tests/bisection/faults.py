@@ -71,7 +71,7 @@ def modules_of(fault: Fault, engine: Any) -> list[nn.Module]:
 
 PLANTED: dict[str, Callable[[Fault, Any], None]] = {}
 OF_STAGES: dict[str, Callable[[], None]] = {}
-"""Kinds that change which layers a pipeline stage builds."""
+"""Kinds that change what is built: the layers of a pipeline stage, what the optimizer gets."""
 
 
 def planted(function: Callable[[Fault, Any], None]) -> Callable[[Fault, Any], None]:
@@ -747,6 +747,18 @@ def offset_one_less() -> None:
     _patch_readers(transformer_layer, "get_transformer_layer_offset", offset)
 
 
+def frozen_weight() -> None:
+    """A product does not train: the optimizer does not have its weight."""
+    from megaswift.engine.megatron.engine import MegatronEngine
+
+    freeze = MegatronEngine.freeze
+
+    def more(self: Any, patterns: Any, trained: Any) -> None:
+        freeze(self, [*(patterns or ()), r"layers\.1\.mlp\.down_proj"], trained)
+
+    MegatronEngine.freeze = more  # type: ignore[method-assign]
+
+
 def one_layer_less() -> None:
     """The first stage builds one layer less than the second stage's offset says."""
     from megatron.core import parallel_state
@@ -760,7 +772,11 @@ def one_layer_less() -> None:
     _patch_readers(transformer_block, "get_num_layers_to_build", number)
 
 
-OF_STAGES |= {"offset_one_less": offset_one_less, "one_layer_less": one_layer_less}
+OF_STAGES |= {
+    "offset_one_less": offset_one_less,
+    "one_layer_less": one_layer_less,
+    "frozen_weight": frozen_weight,
+}
 
 
 def _patched_within(modules: Sequence[nn.Module], owner: Any, name: str, other: Callable[..., Any]) -> None:
@@ -852,6 +868,8 @@ REPORTED: tuple[Fault, ...] = (
     Fault("dense dp2", "dropped_label", axis="dp", at=1, answers=("loss",), source="near traced"),
     Fault("dense tp2", "unsynced_norm", 2, "self_attention.q_layernorm.weight",
           answers=(_at(2, "self_attention.q_layernorm"),), source="near traced"),
+    Fault("dense tp2", "frozen_weight", answers=(_at(1, FC2),), source="near traced"),
+    Fault("dense dp2 do", "frozen_weight", answers=(_at(1, FC2),), source="near traced"),
     Fault("dense pp2", "received_scaled", 2, answers=("layers.1",), source="near traced"),
     Fault("dense tp2", "no_backward_reduction", 2, QKV, answers=(_at(2, QKV),), source="near traced"),
     Fault("dense tp2 cp2", "wrong_positions", axis="cp", at=1, answers=(f"{_at(0, CORE)}.query",),
