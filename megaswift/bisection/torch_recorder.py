@@ -27,7 +27,6 @@ from megaswift.bisection.trace_folder import (
     Entry,
     RankTrace,
 )
-from megaswift.bridge.hf.model_folder import persistent_buffers
 from megaswift.bridge.plan import WeightPlan
 from megaswift.engine.torch.engine import TorchEngine
 from megaswift.families import family_of
@@ -66,9 +65,7 @@ class TorchStepRecorder:
             result = self.engine.train_batch(microbatches, loss, lr)
         for number, part in enumerate(result.parts):
             self.trace.add(Entry(LOSS, "loss", number), torch.tensor([part.loss]))
-        buffers = persistent_buffers(self.model)
-        weights = {name: tensor for name, tensor in self.engine.hf_weights() if name not in buffers}
-        self._keep_parameters(WEIGHT, weights)
+        self._keep_parameters(WEIGHT, dict(self.engine.hf_weights()))
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -236,10 +233,10 @@ class TorchStepRecorder:
 
     def _keep_parameters(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
         """Whole tensors by their Hugging Face names, on rank 0, as Megatron's parameters."""
-        for full in self.placement.plan.by_megatron if tensors else ():
+        for full, planned in self.placement.plan.by_megatron.items() if tensors else ():
             entry = Entry(kind, full.removeprefix("decoder."))
             part = self.placement.cut_parameter(tensors, entry, sys.maxsize, self.place)
-            if part is not None:
+            if part is not None and not planned.rule.buffer:
                 self.trace.add(entry, part.float())
 
 

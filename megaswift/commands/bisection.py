@@ -113,7 +113,7 @@ def _compare(given: argparse.Namespace, words: list[str], scratch: Path) -> tupl
     cfg, layout = _on_this_machine(cfg, given.layout, given.layers, scratch)
     other, other_cfg = _other(given, words, scratch)
 
-    from megaswift.bisection.native import MODEL, record_on_processes
+    from megaswift.bisection.recording import MODEL, record_on_processes
 
     folder = scratch / "trace"
     log.info(f"one step on {log.count_text(layout.world_size, 'process')}: {layout.describe()}")

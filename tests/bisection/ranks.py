@@ -45,7 +45,7 @@ def record(rank: int, world: int, task: Task) -> None:
     """Record a step (on the ranks)."""
     import torch
 
-    from megaswift.bisection.native import record_step
+    from megaswift.bisection.recording import record_step
     from megaswift.losses.contract import Loss
     from megaswift.losses.mtp import MultiTokenPrediction
     from megaswift.losses.sft import CrossEntropy

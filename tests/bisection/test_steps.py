@@ -1,6 +1,6 @@
 """Recorded steps of tiny models against Hugging Face: without a fault nothing differs, with one its place is named.
 
-Covers: megaswift/bisection/recorder.py, megaswift/bisection/native.py, megaswift/bisection/reference.py,
+Covers: megaswift/bisection/recorder.py, megaswift/bisection/recording.py, megaswift/bisection/reference.py,
 megaswift/bisection/judge.py, megaswift/bisection/compare.py, megaswift/bisection/joined.py,
 megaswift/bisection/report.py, megaswift/bisection/page.py, megaswift/commands/bisection.py.
 """
