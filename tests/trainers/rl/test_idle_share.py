@@ -8,17 +8,23 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from megaswift import distributed
+from megaswift.data.batches.epoch_order import EpochOrder
+from megaswift.data.prompts.source import Prompt, PromptSource
+from megaswift.rollout.sampler import Completion
 from megaswift.rollout.server_client import SamplingServer
+from megaswift.trainers.rl.draw_queue import DrawQueue
+from megaswift.trainers.rl.scheduler import CompletionSamplingScheduler
 from tests.loopback_http import serve_loopback
 from tests.trainers.rl import test_draw_queue
-from tests.trainers.rl.makers import source
+from tests.trainers.rl.makers import Prompts, source
 from tests.trainers.rl.test_draw_queue import World, scheduler, timed
 
 
@@ -166,5 +172,85 @@ def test_a_server_that_answers_late() -> None:
             steps.append(time.perf_counter() - began - waits[-1])
         made.parts.scheduler.settle()
     least = least_idle_share([0.0, *answers[2:13]], steps, 1)
+    found = sum(waits) / (sum(waits) + sum(steps))
+    assert least > 0.1 and abs(found - least) <= 0.1 * least, (least, found)
+
+
+class Pieces:
+    """In the place of a run's `CompletionGenerator`: asks a server for one token at a time, until it has as many as the
+    schedule says or is stopped."""
+
+    sampler = None
+    engine = None
+
+    def __init__(self, server: SamplingServer, needed: Sequence[int]) -> None:
+        self.server = server
+        self.needed = needed
+        self.seconds = [0.0] * len(needed)
+        """What the server took for each draw."""
+
+    def synchronize(self) -> None:
+        """The server has no weights."""
+
+    def write_share(
+        self,
+        prompts: Sequence[Prompt],
+        number: int,
+        greedy_every: int = 0,
+        begun: Sequence[Completion] = (),
+        stop: Callable[[], bool] | None = None,
+    ) -> list[Completion]:
+        """The first completion has the draw's tokens, the others have none."""
+        first = begun[0] if begun else Completion((), (), False)
+        while len(first.token_ids) < self.needed[number] and not (stop and stop()):
+            began = time.perf_counter()
+            self.server.post("/v1/completions")
+            self.seconds[number] += time.perf_counter() - began
+            tokens = (*first.token_ids, number)
+            first = replace(first, token_ids=tokens, logprobs=(0.0,) * len(tokens))
+        return [first, *[Completion((), (), True)] * (len(prompts) - 1)]
+
+    @staticmethod
+    def gather(work: Callable[[], list[Completion]]) -> list[Completion]:
+        """There is no other rank."""
+        return work()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [2, 4])
+def test_a_server_that_answers_late_and_is_interrupted(most: int) -> None:
+    """Threads, HTTP and a real clock: the server sleeps 5 ms for each token, and works on all draws of the queue. Every
+    step of 0.2 s interrupts it."""
+    chance = random.Random(4)
+    needed = [chance.choice([20, 80, 200]) for _ in range(24 + most)]
+    waits: list[float] = []
+    steps: list[float] = []
+
+    class Late(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(0.005)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with serve_loopback(Late) as url:
+        pieces = Pieces(SamplingServer(url, 30, "vLLM", "vllm serve"), needed)
+        prompts: Any = Prompts()
+        samples: Any = pieces
+        drawn = PromptSource(prompts, 2, EpochOrder(len(prompts), False, 0))
+        made = CompletionSamplingScheduler(drawn, samples, 1, DrawQueue(most, 1, True, last=24), at_once=most + 1)
+        for number in range(24):
+            began = time.perf_counter()
+            _, draw = made.draw(number, timed)
+            waits.append(time.perf_counter() - began)
+            assert draw.completions is not None and len(draw.completions[0].token_ids) == needed[number]
+            made.begin_ahead(number, number + 1, timed)
+            time.sleep(0.2)
+            steps.append(time.perf_counter() - began - waits[-1])
+        made.close()
+    least = least_idle_share(pieces.seconds[:24], steps, most, parallel=True)
     found = sum(waits) / (sum(waits) + sum(steps))
     assert least > 0.1 and abs(found - least) <= 0.1 * least, (least, found)
