@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megaswift.bisection.placement import FUSED_NORMS, Placement, plan_entry
+from megaswift.bisection.reference import INPUT_OF
 from megaswift.bisection.trace_folder import (
     BACKWARD,
     CLIPPED,
@@ -32,8 +33,7 @@ from megaswift.engine.torch.engine import TorchEngine
 from megaswift.families import family_of
 from megaswift.losses.contract import Batch, Loss
 
-READ_BY = {"core_attention": "self_attention.linear_proj", "mlp.activation": "mlp.linear_fc2"}
-"""Outputs that are no module's of transformers, and the module whose input they are."""
+READ_BY = {reader: read for read, reader in INPUT_OF.items()}
 HEAD = "head"
 
 
@@ -114,11 +114,10 @@ class TorchStepRecorder:
             parts: dict[int, Tensor] = {}
             for place, module in enumerate(modules):
                 yield module.register_forward_hook(partial(self._on_part, name, parts, place, len(modules)))
-            for read, reader in READ_BY.items():
-                stem = name.removesuffix(reader)
-                if stem != name:
-                    what = f"{stem}{read}" if read.startswith("mlp") else f"{stem}self_attention.{read}"
-                    yield modules[0].register_forward_pre_hook(self._on_input(what), with_kwargs=True)
+            stem, _, last = name.rpartition(".")
+            if last in READ_BY:
+                hook = self._on_input(f"{stem}.{READ_BY[last]}")
+                yield modules[0].register_forward_pre_hook(hook, with_kwargs=True)
         yield self.engine.fields.register_forward_hook(self._on_fields)
 
     def _routers(self, mixture: Any, path: str) -> list[nn.Module]:
