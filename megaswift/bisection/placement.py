@@ -69,12 +69,12 @@ class AdapterMatrix:
 
     @property
     def megatron(self) -> str:
-        """Its name in a trace."""
+        """Return its name in a trace."""
         return adapter_parameter(self.adapter, self.half)
 
     @property
     def hf(self) -> tuple[str]:
-        """Its name in the adapter's folder."""
+        """Return its name in the adapter's folder."""
         return (self.adapter.name(self.half),)
 
     @property

@@ -22,10 +22,8 @@ from megaswift.bisection.placement import adapter_parameter
 from megaswift.bisection.trace_folder import (
     BACKWARD,
     CLIPPED,
-    FIELDS,
     GATHERED,
     GRADIENT,
-    INPUT,
     LOSS,
     OUTPUT,
     RECOMPUTED,
@@ -166,18 +164,10 @@ class StepRecorder:
 
         return record
 
-    def record_inputs(self, microbatches: Sequence[Batch]) -> None:
-        """The rows of every micro-batch, on every rank: ranks that should have the same may not."""
-        for number, batch in enumerate(microbatches):
-            for name in FIELDS:
-                value = getattr(batch, name)
-                if value is not None:
-                    self.trace.add(Entry(INPUT, name, number), value)
-
     def record_step(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> None:
         """Take one optimizer step and record it. Collective."""
         engine = self.engine
-        self.record_inputs(microbatches)
+        self.trace.add_inputs(microbatches)
         with self.recording(), self._reduced_gradients():
             result = engine.train_batch(microbatches, loss, lr)
         for number, part in enumerate(result.parts):
@@ -220,7 +210,7 @@ class StepRecorder:
                 del part.prepare_grads
 
     def _trained(self) -> Iterator[TrainedPart]:
-        """What the optimizer of this rank changes; adapters of experts that share a parameter one by one."""
+        """Yield what the optimizer of this rank changes; adapters of experts that share a parameter, one by one."""
         places = self._places()
         for weight, start, main in main_weights(self.engine.optimizer):
             gradient = weight.main_grad.reshape(-1)  # type: ignore[attr-defined]

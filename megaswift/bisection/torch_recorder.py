@@ -18,9 +18,7 @@ from megaswift.bisection.reference import INPUT_OF
 from megaswift.bisection.trace_folder import (
     BACKWARD,
     CLIPPED,
-    FIELDS,
     GRADIENT,
-    INPUT,
     LOSS,
     OUTPUT,
     RECOMPUTED,
@@ -34,6 +32,7 @@ from megaswift.families import family_of
 from megaswift.losses.contract import Batch, Loss
 
 READ_BY = {reader: read for read, reader in INPUT_OF.items()}
+"""A product -> the output, of no module's own, that it reads."""
 HEAD = "head"
 
 
@@ -56,11 +55,7 @@ class TorchStepRecorder:
 
     def record_step(self, microbatches: Sequence[Batch], loss: Loss, lr: float) -> None:
         """Take one optimizer step and record it. Collective."""
-        for number, batch in enumerate(microbatches):
-            for name in FIELDS:
-                value = getattr(batch, name)
-                if value is not None:
-                    self.trace.add(Entry(INPUT, name, number), value)
+        self.trace.add_inputs(microbatches)
         with self._recording():
             result = self.engine.train_batch(microbatches, loss, lr)
         for number, part in enumerate(result.parts):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaswift.errors import Problem, UserError
+from megaswift.losses.contract import Batch
 from megaswift.parallel.layout import Layout
 
 FORMAT = 1
@@ -77,6 +78,14 @@ class RankTrace:
         """Keep a copy in host memory; a tensor that is there already stays."""
         if entry not in self.tensors:
             self.tensors[entry] = tensor.detach().to("cpu", copy=True).contiguous()
+
+    def add_inputs(self, microbatches: Sequence[Batch]) -> None:
+        """Keep the rows of every micro-batch. Every rank does: ranks that should have the same may not."""
+        for number, batch in enumerate(microbatches):
+            for name in FIELDS:
+                value = getattr(batch, name)
+                if value is not None:
+                    self.add(Entry(INPUT, name, number), value)
 
     def write(self, folder: Path) -> None:
         """Write both files of the rank."""

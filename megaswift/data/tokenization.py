@@ -257,7 +257,7 @@ def _store(root: Path, source: DatasetFiles, spec: EncodeSpec, data: Any) -> Pat
 
 
 def _malformed(reports: list[PieceReport]) -> DataError:
-    """What ends a strict build: the malformed rows of the first piece that has any, whoever has read others."""
+    """Return the error that ends a strict build: the malformed rows of the first piece that has any."""
     first = next(i for i, r in enumerate(reports) if r.bad)
     read = reports[: first + 1]
     bad = reports[first].bad

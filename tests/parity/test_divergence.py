@@ -24,7 +24,8 @@ from megaswift.losses.contract import (
 )
 from megaswift.losses.mtp import MultiTokenPrediction
 from tests.parity.cases import global_batch, own, parse
-from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
+from tests.parity.check import assert_within_limits
+from tests.parity.compare import GRADIENT, LOSS, number, tensors
 from tests.parity.measure import Task, build, full
 from tests.parity.models import by_disk_name, randomize
 from tests.parity.oracle import Recipe, documents
@@ -239,7 +240,7 @@ def test_divergence(text: str, taught: Taught, options: dict[str, Any], pool: Po
         of_layers_ahead = [got_gradients.pop(name) for name in got_gradients.keys() - gradients.keys()]
         assert of_layers_ahead and not any(bool(t.any()) for t in of_layers_ahead)
     differences = [number("loss", got_loss, loss, LOSS), *tensors("gradient", got_gradients, gradients, GRADIENT)]
-    assert not any(d.bad for d in differences), table(str(case), differences)
+    assert_within_limits(differences, case, pool, folder, options)
     assert loss > 0.01
     for got, want in zip(got_values, values, strict=False):  # those of its own batches
         assert not got[want == 0].any()

@@ -13,8 +13,8 @@ import torch
 
 from megaswift.families import FAMILIES
 from tests.parity.cases import Case, global_batch, own, parse
-from tests.parity.check import check
-from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
+from tests.parity.check import assert_within_limits, check
+from tests.parity.compare import GRADIENT, LOSS, number, tensors
 from tests.parity.measure import MIX, TEMPERATURE, Scored, Task
 from tests.parity.models import build, disk_tensors, is_moe
 from tests.parity.oracle import Oracle, Recipe, fields
@@ -191,7 +191,7 @@ def test_gradients_of_every_output(text: str, pool: Pool, references: References
         number("loss", got.loss, loss, LOSS),
         *tensors("gradient", got.gradients, oracle.gradients(), GRADIENT),
     ]
-    assert not any(d.bad for d in differences), "\n" + table(text, differences)
+    assert_within_limits(differences, case, pool, folder, {})
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from torch import Tensor
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import Case, parse
-from tests.parity.compare import GRADIENT, LOSS, number, table, tensors
+from tests.parity.check import assert_within_limits
+from tests.parity.compare import GRADIENT, LOSS, number, tensors
 from tests.parity.measure import Task, full
 from tests.parity.models import VOCAB, by_disk_name
 from tests.parity.oracle import Recipe
@@ -159,7 +160,7 @@ def test_the_step_is_the_same(text: str, options: dict[str, Any], pool: Pool, re
         differences.append(number(f"{way}, fixed: gradient", apart(got, first), 0.0, SAME))
         counts = {len(found[way][2]) for found in ranks}
         assert len(counts) == 1, f"{way}: ranks have {counts} micro-batches"
-    assert not any(d.bad for d in differences), table(str(case), differences)
+    assert_within_limits(differences, case, pool, folder, options)
     for found in ranks:
         assert len(found["padded"][2]) > 1 and max(found["padded"][2]) <= LIMIT
         assert max(found["packed"][2]) <= LIMIT
