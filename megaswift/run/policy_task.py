@@ -35,6 +35,7 @@ from megaswift.losses.options.preference import beta_of
 from megaswift.losses.value import ValueLoss
 from megaswift.models.heads import with_scalar_head
 from megaswift.models.spec import ModelSpec
+from megaswift.models.vision import has_vision_tower
 from megaswift.rewards.functions import load_reward_functions
 from megaswift.rewards.options import RewardConfig
 from megaswift.rewards.scoring import (
@@ -83,6 +84,7 @@ from megaswift.trainers.rl.options.derived import (
     advantage_estimator_entry_of,
     advantage_estimator_of,
     corrects_sampler_mismatch,
+    interrupts_completions,
     kl_estimator_of,
     kl_in_reward_of,
     max_staleness_of,
@@ -226,7 +228,7 @@ def add_rl_summary_rows(
     rows = source.rows * generation.generations * generation.iterations
     more = (
         ("sampling", sampling),
-        *queue_summary_rows(cfg, generation.steps),
+        *queue_summary_rows(cfg, generation.steps, has_vision_tower(plan.spec.hf_config)),
         *facts.more,
         *weight_sync_summary_rows(plan),
         ("rewards", rewards_text(cfg)),
@@ -235,18 +237,24 @@ def add_rl_summary_rows(
     return replace(facts, rows_per_epoch=rows, more=more)
 
 
-def queue_summary_rows(cfg: SwiftConfig, steps: int) -> Iterator[tuple[str, str]]:
-    """Describe how completions are sampled during training, and where they are kept; `steps`: those of a
-    generation."""
+def queue_summary_rows(cfg: SwiftConfig, steps: int, images: bool = False) -> Iterator[tuple[str, str]]:
+    """Describe how completions are sampled during training, and where they are kept.
+
+    Args:
+        cfg: The configuration.
+        steps: Optimizer steps on a generation.
+        images: Whether prompts may have images.
+    """
     rollout = cfg.rollout
     if rollout.replay_rollouts is None and (bound := max_staleness_of(cfg, steps)):
         parts = [f"sampling goes on during training, at most {count_text(bound, 'step')} behind"]
-        if rollout.partial_rollouts:
+        interrupts = interrupts_completions(cfg, steps, images)
+        if interrupts:
             parts.append("new weights interrupt completions")
-        elif bound > steps and writes_draws_side_by_side(cfg):
-            parts.append("new weights wait until all completions are written, unless --partial_rollouts is true")
+        elif bound > steps:
+            parts.append("new weights wait until all completions are written")
         if rollout.staleness_strategy == "drop":
-            parts.append("draws that become too old are dropped")
+            parts.append(f"finished draws come first{', and those that become too old are dropped' * interrupts}")
         yield "queue", "; ".join(parts)
     if rollout.save_rollouts is not None:
         yield "rollouts", f"written to {rollout.save_rollouts}"
@@ -442,7 +450,7 @@ def rollout_dependencies(
         DrawQueue(
             settings.max_staleness,
             settings.steps,
-            cfg.rollout.partial_rollouts,
+            interrupts_completions(cfg, settings.steps, images is not None),
             cfg.rollout.staleness_strategy == "drop",
             data.total_steps,
         ),

@@ -65,7 +65,6 @@ def test_variables_that_prevent_it_are_refused() -> None:
     ("task", "words"),
     [
         ("grpo", ["--rollout_backend", "vllm", "--reward_funcs", "x.py:f"]),
-        ("grpo", ["--async_generation", "true", "--reward_funcs", "x.py:f"]),
         ("sft", ["--torch_compile", "true", "--engine", "ddp"]),
     ],
 )

@@ -133,7 +133,6 @@ USUAL: dict[str, object] = {
 QUEUE: dict[str, object] = {
     "--max_steps": 6,
     "--max_staleness": 2,
-    "--partial_rollouts": "true",
     "--lr_scheduler_type": "constant",
     "--warmup_ratio": 0,
 }

@@ -34,22 +34,23 @@ def test_the_queue_and_the_record_on_the_screen() -> None:
     assert [*queue_summary_rows(config(**ahead), 4)] == [
         ("queue", "sampling goes on during training, at most 4 steps behind")
     ]
-    assert [*queue_summary_rows(config(**ahead), 2)] == [
+    apart = {**ahead, "partial_rollouts": False, "staleness_strategy": "drop"}
+    assert [*queue_summary_rows(config(**apart), 2)] == [
         (
             "queue",
             (
                 "sampling goes on during training, at most 4 steps behind; new weights wait until all completions are "
-                "written, unless --partial_rollouts is true"
+                "written; finished draws come first"
             ),
         )
     ]
-    options: dict[str, Any] = {**ahead, "partial_rollouts": True}
-    assert [*queue_summary_rows(config(**options, staleness_strategy="drop", save_rollouts="saved"), 1)] == [
+    options: dict[str, Any] = {**ahead, "staleness_strategy": "drop", "save_rollouts": "saved"}
+    assert [*queue_summary_rows(config(**options), 1)] == [
         (
             "queue",
             (
-                "sampling goes on during training, at most 4 steps behind; new weights interrupt completions; draws "
-                "that become too old are dropped"
+                "sampling goes on during training, at most 4 steps behind; new weights interrupt completions; finished "
+                "draws come first, and those that become too old are dropped"
             ),
         ),
         ("rollouts", "written to saved"),

@@ -185,17 +185,20 @@ def test_the_bound_of_one_generation_is_asynchronous_generation(folder: Path, tm
     assert [line["sampling/queue"] for line in lines] == [1, 1, 1, 1, 0, 0], "nothing begins that no step uses"
 
 
+WHOLE = ("--partial_rollouts", "false")
 QUEUES: list[Any] = [
-    pytest.param((), 1, "grpo", id="grpo"),
+    pytest.param(WHOLE, 1, "grpo", id="whole"),
     *(
         pytest.param(options, ranks, task, id=name, marks=SLOW)
         for name, options, ranks, task in (
-            ("dp2", SPREAD, 2, "grpo"),
-            ("tp2", ("--tp", 2), 2, "grpo"),
-            ("partial", ("--partial_rollouts", "true", "--max_completion_length", 90), 1, "grpo"),
-            ("partial dp2", ("--partial_rollouts", "true", "--max_completion_length", 90, *SPREAD), 2, "grpo"),
-            ("lora", ("--train_type", "lora", "--lora_rank", 4, "--partial_rollouts", "true"), 1, "grpo"),
-            ("greedy", ("--advantage_estimator", "remax", "--partial_rollouts", "true"), 1, "grpo"),
+            ("whole dp2", (*WHOLE, *SPREAD), 2, "grpo"),
+            ("whole tp2", (*WHOLE, "--tp", 2), 2, "grpo"),
+            ("whole ppo", (*WHOLE, "--num_generations", 4), 1, "ppo"),
+            ("partial", ("--max_completion_length", 90), 1, "grpo"),
+            ("partial dp2", ("--max_completion_length", 90, *SPREAD), 2, "grpo"),
+            ("partial tp2", ("--tp", 2), 2, "grpo"),
+            ("lora", ("--train_type", "lora", "--lora_rank", 4), 1, "grpo"),
+            ("greedy", ("--advantage_estimator", "remax"), 1, "grpo"),
             ("ppo", ("--num_generations", 4), 1, "ppo"),
             ("environment", ("--environment", "world.py:Count"), 1, "grpo"),
         )
@@ -230,7 +233,7 @@ def test_completions_go_on_with_new_weights(ranks: int, folder: Path, tmp_path: 
     """Tokens of one completion by several versions, each with the log-probability of the version that wrote it; the
     run's own record trains to the same bits."""
     long = ("--max_completion_length", 300, "--max_length", 400, "--max_steps", 6, "--max_staleness", 4)
-    options = (*long, "--partial_rollouts", "true", *(SPREAD if ranks > 1 else ()))
+    options = (*long, *(SPREAD if ranks > 1 else ()))
     out = trained(folder, tmp_path / "out", *options, "--save_rollouts", tmp_path / "saved", ranks=ranks)
     lines = read_lines(out / "metrics.jsonl")
     assert max(line["sampling/mixed_versions"] for line in lines) > 0
@@ -255,7 +258,7 @@ def test_completions_of_a_server_go_on_with_new_weights(ranks: int, folder: Path
     backend = Vllm(folder / "model")
     backend.told["/v1/models"] = {"data": [{"id": "served", "max_model_len": 400}]}
     long = ("--max_completion_length", 150, "--max_length", 200, "--max_steps", 7, "--max_staleness", 3)
-    options = (*long, "--partial_rollouts", "true", *(SPREAD if ranks > 1 else ()))
+    options = (*long, *(SPREAD if ranks > 1 else ()))
     with serving(backend) as url:
         how = ("--rollout_backend", "vllm_server", "--rollout_server_url", url, "--rollout_batch_size", 4)
         out = trained(folder, tmp_path / "out", *options, *how, ranks=ranks)
@@ -282,7 +285,7 @@ def test_draws_of_a_server_overtake_slow_ones(ranks: int, folder: Path, tmp_path
     backend = Late(folder / "model")
     backend.told["/v1/models"] = {"data": [{"id": "served", "max_model_len": 400}]}
     long = ("--max_completion_length", 150, "--max_length", 200, "--max_steps", 10, "--max_staleness", 3)
-    options = (*long, "--partial_rollouts", "true", "--staleness_strategy", "drop", "--save_steps", 4)
+    options = (*long, "--staleness_strategy", "drop", "--save_steps", 4)
     options += SPREAD if ranks > 1 else ()
     saved = tmp_path / "saved"
     out = tmp_path / "out"

@@ -57,12 +57,6 @@ SPEED_CLASHES: tuple[ConflictingOptions, ...] = (
         "--rollout_backend transformers",
     ),
     ConflictingOptions(
-        ("deterministic", "async_generation"),
-        lambda c: c.train.deterministic and c.task in RL and c.rollout.async_generation,
-        "conflicts with async_generation: the weights used for a completion depend on timing",
-        "--async_generation false",
-    ),
-    ConflictingOptions(
         ("deterministic", "torch_compile"),
         lambda c: c.train.deterministic and c.model.torch_compile,
         "conflicts with torch_compile: kernels are selected by measured speed",

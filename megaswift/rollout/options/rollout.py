@@ -114,9 +114,9 @@ class RolloutConfig:
         choices=("wait", "drop"),
         tasks=RL,
     )
-    partial_rollouts: bool = option(
-        False,
-        "Send new weights within completions, which go on from their prefixes",
+    partial_rollouts: bool | None = option(
+        None,
+        "New weights interrupt completions, which then go on; default: if possible",
         tasks=RL,
     )
     save_rollouts: str | None = option(

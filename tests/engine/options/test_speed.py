@@ -15,7 +15,6 @@ CLASHING = [
     "--attn_impl flash --engine ddp --torch_dtype fp32",
     "--torch_compile --engine zero3",
     "--deterministic --rollout_backend vllm",
-    "--deterministic --async_generation",
     "--deterministic --torch_compile --engine ddp",
 ]
 IDLE = [

@@ -101,8 +101,9 @@ def test_the_trainer_waits_no_longer_than_it_must(
     most: int, interrupts: bool, parallel: bool, times: float, more: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within a tenth of the least share, or half a percent of the time: draws that are shorter and longer than steps,
-    equal and very unequal ones. A queue of more than a generation is kept busy by partial rollouts; without them the
-    trainer waits longer, by up to 6.1% of the time, and by up to 35% where a sampler works on several draws at once."""
+    equal and very unequal ones. With more than a generation of staleness, new weights interrupt completions; where they
+    may not, the trainer waits longer, by up to 6.1% of the time, and by up to 35% where a sampler works on several
+    draws at once."""
     monkeypatch.setattr(distributed, "all_max", lambda values: [float(value) for value in values])
     monkeypatch.setattr(test_draw_queue, "TOKENS", 1000)
     for mean, spread in itertools.product((0.5, 0.95, 1.2, 4.0), (0.0, 0.3, 0.8, 1.5)):

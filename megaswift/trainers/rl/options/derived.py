@@ -82,6 +82,20 @@ def max_staleness_of(c: Any, steps: int) -> int:
     return steps if c.rollout.async_generation else c.rollout.max_staleness
 
 
+def interrupts_completions(c: Any, steps: int, images: bool = False) -> bool:
+    """Whether new weights are sent within completions.
+
+    Args:
+        c: The configuration.
+        steps: Optimizer steps on a generation. With a larger `max_staleness`, completions may be under way when
+            weights are sent.
+        images: Whether prompts may have images.
+    """
+    given: bool | None = c.rollout.partial_rollouts
+    possible = c.rollout.environment is None and not images
+    return possible and max_staleness_of(c, steps) > steps if given is None else given
+
+
 def writes_draws_side_by_side(c: Any) -> bool:
     """Whether the sampler works on several draws at the same time. A sampler in the process has room for one, and the
     conversations of a draw are led in one thread."""

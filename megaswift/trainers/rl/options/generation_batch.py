@@ -12,6 +12,7 @@ from typing import Any
 
 from megaswift.config.sections import Sections
 from megaswift.errors import ConfigError, Problem
+from megaswift.log import count_text
 from megaswift.options.tasks import PPO, RL
 from megaswift.trainers.options.batch_sizes import batch_plan
 from megaswift.trainers.options.training import TrainConfig
@@ -47,19 +48,21 @@ def generation_batch_plan(c: Sections, dp: int) -> GenerationBatchPlan:
     group = generations_per_prompt_of(c)
     generation = GenerationBatchPlan(total, total // group, group, total // plan.global_batch_size, c.rl.num_iterations)
     rollout = c.rollout
-    useless = []
+    unfit = []
+    bound = f"max_staleness {rollout.max_staleness}: a generation takes {count_text(generation.steps, 'step')}, so"
+    if c.train.deterministic and rollout.replay_rollouts is None and rollout.max_staleness > generation.steps:
+        rule = f"conflicts with {bound} the weights that write a completion depend on timing"
+        unfit.append(Problem("--deterministic true", rule, f"--max_staleness {generation.steps}"))
     if rollout.max_staleness <= generation.steps:
-        rule = (
-            f"has no effect with max_staleness {rollout.max_staleness}: a generation takes {generation.steps} steps, "
-        )
+        rule = f"has no effect with {bound}"
         fix = f"--max_staleness {2 * generation.steps}"
         if rollout.partial_rollouts:
-            why = "so no completion is under way when weights are sent"
-            useless.append(Problem("--partial_rollouts true", rule + why, fix))
+            why = "no completion is under way when weights are sent"
+            unfit.append(Problem("--partial_rollouts true", f"{rule} {why}", fix))
         if rollout.staleness_strategy == "drop":
-            useless.append(Problem("--staleness_strategy drop", f"{rule}so there is one draw at a time", fix))
-    if useless:
-        raise ConfigError(useless)
+            unfit.append(Problem("--staleness_strategy drop", f"{rule} there is one draw at a time", fix))
+    if unfit:
+        raise ConfigError(unfit)
     return generation
 
 

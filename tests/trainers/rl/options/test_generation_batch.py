@@ -135,6 +135,16 @@ def test_partial_rollouts_take_more_than_a_generation() -> None:
     options = {"task": "grpo", "global_batch_size": 8, "num_iterations": 2, "partial_rollouts": True}
     options |= {"staleness_strategy": "drop", "rollout_backend": "vllm_server", "rollout_server_url": ("http://x",)}
     assert generation_batch_plan(SwiftConfig(max_staleness=3, **options), 1).steps == 2
-    with pytest.raises(ConfigError, match="a generation takes 2 steps") as error:
+    with pytest.raises(ConfigError, match="a generation takes 2 steps, so no completion") as error:
         generation_batch_plan(SwiftConfig(max_staleness=2, **options), 1)
     assert "--partial_rollouts true" in str(error.value) and "--staleness_strategy drop" in str(error.value)
+
+
+def test_a_deterministic_run_knows_the_weights_of_every_draw() -> None:
+    """Up to one generation of staleness; beyond it they depend on timing, unless completions are read."""
+    options = {"task": "grpo", "global_batch_size": 8, "num_iterations": 2, "deterministic": True}
+    for given in ({"max_staleness": 2}, {"async_generation": True}, {"max_staleness": 3, "replay_rollouts": "saved"}):
+        assert generation_batch_plan(SwiftConfig(**given, **options), 1).steps == 2
+    with pytest.raises(ConfigError, match="--deterministic true: conflicts with max_staleness 3") as error:
+        generation_batch_plan(SwiftConfig(max_staleness=3, **options), 1)
+    assert "--max_staleness 2" in str(error.value)
