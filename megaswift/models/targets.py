@@ -153,6 +153,13 @@ def is_expert(projection: Projection) -> bool:
     return ".experts." in projection.megatron
 
 
+def expert_leaves(family: Family) -> set[str]:
+    """Return the last names of modules that are experts' in a model of the family, even if this one has none:
+    `gate_proj`."""
+    rules = [rule for rule in family.weights if rule.scope == "expert" and not rule.stacked]
+    return {hf.removesuffix(WEIGHT).rsplit(".", 1)[-1] for rule in rules for hf in rule.hf}
+
+
 def partial_expert_problems(family: Family, spec: ModelSpec, chosen: Sequence[Projection]) -> list[Problem]:
     """Report adapters of experts that PEFT (0.21) would not find in a folder, or not all of them.
 

@@ -17,7 +17,15 @@ from typing import Any
 
 from megaswift.bridge.adapters.expert_stacks import target_parameter_of_expert_module
 from megaswift.bridge.adapters.plan import AdapterPlan, ModuleAdapterSpec, pattern_value_for_module
-from megaswift.models.targets import ALL, WEIGHT, Projection, expert_stack_name_without_layer, is_expert, projections
+from megaswift.models.targets import (
+    ALL,
+    WEIGHT,
+    Projection,
+    expert_leaves,
+    expert_stack_name_without_layer,
+    is_expert,
+    projections,
+)
 
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 
@@ -40,7 +48,7 @@ def targets_of_plan(plan: AdapterPlan) -> PeftTargets:
     """Return what PEFT has to be told to find every adapter of a plan."""
     s = plan.settings
     every = list(projections(plan.plan.family, plan.plan.spec))
-    parameters = {} if s.dora else _parameters(every)  # PEFT has no DoRA of parameters
+    parameters = {} if s.dora else _parameters(every, expert_leaves(plan.plan.family))  # PEFT has no DoRA of these
     adapted = {a.module for a in plan.adapters}
     partly = {name for module, name in parameters.items() if module not in adapted}
     by_parameter: dict[str, list[ModuleAdapterSpec]] = {}
@@ -63,11 +71,10 @@ def targets_of_plan(plan: AdapterPlan) -> PeftTargets:
     )
 
 
-def _parameters(every: Collection[Projection]) -> dict[str, str]:
+def _parameters(every: Collection[Projection], leaves: Collection[str]) -> dict[str, str]:
     """The parameter by which PEFT finds a projection, by module, where that is not its module: experts, and modules
-    that are called as one of them."""
+    that are called as one of the family's, which `leaves` has."""
     experts = {p.module: p.stack or target_parameter_of_expert_module(p.module) for p in every if is_expert(p)}
-    leaves = {p.leaf for p in every if is_expert(p) and not p.stack}
     return experts | {p.module: p.module + WEIGHT for p in every if not is_expert(p) and p.leaf in leaves}
 
 

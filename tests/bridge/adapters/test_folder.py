@@ -87,6 +87,7 @@ def close(a: Tensor, b: Tensor) -> bool:
         ("qwen2_moe", (ALL,), ()),
         ("moe-mixed", (ALL,), ()),
         ("deepseek_v3", (ALL,), ()),
+        ("deepseek_v3-dense", (ALL,), ()),
         ("glm4_moe", ("down_proj",), ()),
     ],
 )
