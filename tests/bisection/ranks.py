@@ -77,6 +77,7 @@ def explained(
     fault: Any = None,
     recorder: str = RECORD,
     of: Path | None = None,
+    without: str = "",
 ) -> str:
     """Take the first step of a case that failed, and return bisect's screen for the message of the failure.
 
@@ -88,18 +89,26 @@ def explained(
         fault: A `Fault` to plant.
         recorder: The function that records on the ranks.
         of: The folder of the reference's weights; None: the model's.
+        without: What the failed test adds to the step that bisect takes, if anything.
     """
     from megaswift.bisection.report import screen
     from megaswift.errors import UserError
 
+    title = "megaswift bisect"
+    if without:
+        title += f", on a language-model step of the same layout, without {without}"
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(case, model, Path(folder), fault, options, step=0)
+        task = Task(case, model, Path(folder), fault, dict(options), step=0)
         try:
             pool.run(recorder, task, case.world)
             found = verdict(task, of)
         except (RankError, UserError) as error:
-            return f"bisect could not take the step: {error}"
-        return f"megaswift bisect:\n{screen(found, Trace.open(task.trace).layout, 'Hugging Face')}"
+            return f"{title}: could not take the step: {error}"
+        lines = [f"{title}:", screen(found, Trace.open(task.trace).layout, "Hugging Face")]
+    if without:
+        right = f"this step is right, so look at {without}"
+        lines.append(right if found.first is None else "this step is wrong too, so look at the layout")
+    return "\n".join(lines)
 
 
 def verdict(task: Task, of: Path | None = None) -> Any:

@@ -212,18 +212,29 @@ def test_a_failed_parity_test_shows_the_answer(folder: Path, pool: Pool, monkeyp
     with pytest.raises(AssertionError, match="no difference beyond rounding"):
         check.check(parse("dense tp2"), pool, Known(model))  # type: ignore[arg-type]
     fault = Fault("dense tp2", "scaled_weight_gradient", 1, FC1)
-    assert f"first difference: layers.1.{FC1}.weight" in explained(parse("dense tp2"), pool, model, {}, fault)
+    text = explained(parse("dense tp2"), pool, model, {}, fault, without="a head")
+    assert text.startswith("megaswift bisect, on a language-model step of the same layout, without a head:\n")
+    assert f"first difference: layers.1.{FC1}.weight" in text
+    assert text.endswith("\nthis step is wrong too, so look at the layout")
 
 
 @pytest.mark.process
 def test_a_failed_parity_test_of_adapters_shows_the_answer(folder: Path, pool: Pool) -> None:
     model = models.build("dense", folder / "models" / "dense")
     case = parse("dense tp2")
-    with pytest.raises(AssertionError, match="no difference beyond rounding"):
-        check.assert_within_limits([number("loss", 1.0, 2.0, 0.1)], case, pool, model, dict(LORA))
+    with pytest.raises(AssertionError, match="no difference beyond rounding\nthis step is right, so look at a head$"):
+        check.assert_within_limits([number("loss", 1.0, 2.0, 0.1)], case, pool, model, dict(LORA), without="a head")
     fault = next(fault for fault in LORA_FAULTS if (fault.case, fault.kind) == ("dense tp2", "scaled_adapter"))
     text = explained(case, pool, model, dict(LORA), fault)
     assert f"first difference: layers.2.{FC1}, output, micro-batch 0, rank 1" in text
+
+
+@pytest.mark.process
+def test_an_error_of_bisect_does_not_hide_the_table(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "explained", lambda *_, **__: {}["trace"])
+    with pytest.raises(KeyError, match="trace") as raised:
+        check.assert_within_limits([number("loss", 1.0, 2.0, 0.1)], parse("dense single"), pool, Path("model"), {})
+    assert "1 of 1 comparisons fail" in str(raised.value.__context__)
 
 
 def test_what_is_not_recorded(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def assert_within_limits(
     options: Mapping[str, Any],
     recorder: str = RECORD,
     of: Path | None = None,
+    without: str = "",
 ) -> None:
     """Fail with a table, and with bisect's screen of the first step, unless all differences are within their limits.
 
@@ -51,11 +53,32 @@ def assert_within_limits(
         options: More options of the configuration.
         recorder: The function by which ranks record the step for bisect.
         of: The folder of the reference's weights, where the model's own are quantized.
+        without: What the test adds to a language-model step, if anything: bisect takes the step without it.
     """
-    if any(d.bad for d in differences):
-        title = f"{case} {dict(options)}" if options else str(case)
-        more = explained(case, pool, folder, options, recorder=recorder, of=of)
-        raise AssertionError(f"\n{table(title, differences)}\n{more}")
+    title = f"{case} {dict(options)}" if options else str(case)
+    with bisect_if_it_fails(case, pool, folder, options, without, recorder, of):
+        assert not any(d.bad for d in differences), f"\n{table(title, differences)}"
+
+
+@contextmanager
+def bisect_if_it_fails(
+    case: Case,
+    pool: Pool,
+    folder: Path,
+    options: Mapping[str, Any],
+    without: str = "",
+    recorder: str = RECORD,
+    of: Path | None = None,
+) -> Iterator[None]:
+    """Add bisect's screen to an assertion that fails inside, as a note: an error of bisect does not hide the assertion.
+
+    The arguments are those of `assert_within_limits`.
+    """
+    try:
+        yield
+    except AssertionError as failure:
+        failure.add_note(explained(case, pool, folder, options, recorder=recorder, of=of, without=without))
+        raise
 
 
 def against_hugging_face(case: Case, got: Reference, references: References) -> list[Difference]:

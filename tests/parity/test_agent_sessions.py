@@ -21,6 +21,7 @@ from megaswift.data.prompts.collate import RolloutCollator, RolloutTokens
 from megaswift.losses.policy import PolicyLoss
 from megaswift.losses.policy_loss_types import PolicySettings
 from tests.parity.cases import Case, own, parse
+from tests.parity.check import bisect_if_it_fails
 from tests.parity.compare import GRADIENT, LOSS, Difference, number, table, tensors
 from tests.parity.measure import Task, build, full, recipe_options
 from tests.parity.models import VOCAB
@@ -159,8 +160,12 @@ def cases() -> Iterator[Any]:
 def test_a_session_trains_as_its_segments(
     text: str, options: dict[str, Any], pool: Pool, references: References
 ) -> None:
-    for name, found in differences(parse(text), pool, references, options).items():
-        assert not any(d.bad for d in found), "\n" + table(f"{name}, {text}", found)
+    case = parse(text)
+    of_engine = {name: value for name, value in options.items() if name != "shared"}
+    losses = differences(case, pool, references, options)
+    with bisect_if_it_fails(case, pool, references.model(case.variant), of_engine, "the segments of sessions"):
+        for name, found in losses.items():
+            assert not any(d.bad for d in found), "\n" + table(f"{name}, {text}", found)
 
 
 def test_sees_faults(pool: Pool, references: References) -> None:

@@ -19,6 +19,7 @@ from megaswift.engine.megatron.layers.moe.capacity import filled_to_capacity, pi
 from megaswift.losses.contract import Batch
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import ROW, Case, global_batch, own, parse
+from tests.parity.check import bisect_if_it_fails
 from tests.parity.measure import Task, build, full
 from tests.parity.models import build as build_model
 from tests.parity.models import by_disk_name
@@ -28,6 +29,8 @@ from tests.parity.pool import Pool
 FACTOR = 0.75
 OPTIONS = {"moe_expert_capacity_factor": FACTOR, "moe_aux_loss_coeff": 0.0}
 PADDED = OPTIONS | {"moe_pad_expert_input_to_capacity": True}
+LIMIT = "the capacity of experts"
+"""bisect's reference drops no token, so bisect takes a step without a limit."""
 
 
 def gradients(rank: int, world: int, task: Task) -> Reference:
@@ -104,17 +107,16 @@ LAYOUTS = ("single", "tp2 sp ep2", "cp2", "dp2 ep2 do", "pp2 cp2 recompute=full"
 PADDED_LAYOUTS = ("single", "dp2 ep2 do", "dp2 etp2", "dp2 ep2 pp2 recompute=full")
 
 
-def measured_and_expected(
-    layout: str, te: bool, options: Mapping[str, Any], pools: tuple[Pool, Pool], models: Path
-) -> tuple[Reference, Reference]:
-    """The engine's numbers, and Hugging Face's."""
+def check(layout: str, te: bool, options: Mapping[str, Any], pools: tuple[Pool, Pool], models: Path) -> None:
+    """The engine's numbers against Hugging Face's."""
     folder = build_model("moe", models / "moe")
     case = replace(parse(layout, model="moe"), te=te)
     task = Task(case, folder, Recipe(), options=options, batches=global_batch(case, 0))
     got: Reference = pools[te].run("tests.parity.test_capacity:gradients", task, case.world)[0]
     want = oracle(folder, task.batches)
     want.losses = [oracle(folder, of_unequal_shapes(case)).loss]
-    return got, want
+    with bisect_if_it_fails(case, pools[te], folder, {}, LIMIT):
+        assert_equal(got, want)
 
 
 @pytest.mark.process
@@ -123,7 +125,7 @@ def measured_and_expected(
 )
 @pytest.mark.parametrize("te", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dropped_tokens(layout: str, te: bool, pool: Pool, te_pool: Pool, models: Path) -> None:
-    assert_equal(*measured_and_expected(layout, te, OPTIONS, (pool, te_pool), models))
+    check(layout, te, OPTIONS, (pool, te_pool), models)
 
 
 @pytest.mark.process
@@ -133,7 +135,7 @@ def test_dropped_tokens(layout: str, te: bool, pool: Pool, te_pool: Pool, models
 @pytest.mark.parametrize("te", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_inputs_padded_to_capacity(layout: str, te: bool, pool: Pool, te_pool: Pool, models: Path) -> None:
     """The same numbers, after an evaluation too, whose shapes differ between ranks and which is not padded."""
-    assert_equal(*measured_and_expected(layout, te, PADDED, (pool, te_pool), models))
+    check(layout, te, PADDED, (pool, te_pool), models)
 
 
 def assert_equal(got: Reference, want: Reference) -> None:
@@ -165,19 +167,21 @@ def test_padding_changes_no_family(
     biases of the experts' products, adapters on experts."""
     case = replace(parse("dp2 ep2", model=model), te=te)
     folder = build_model(model, models / model)
+    ranks = te_pool if te else pool
     without, padded = (
-        (te_pool if te else pool).run(
+        ranks.run(
             "tests.parity.measure:train",
             Task(case, folder, Recipe(), options=options | {"moe_expert_capacity_factor": FACTOR, **more}),
             2,
         )[0]
         for more in ({}, {"moe_pad_expert_input_to_capacity": True})
     )
-    assert padded.losses == pytest.approx(without.losses, rel=1e-6) and len(padded.losses) == 3
-    assert padded.norms == pytest.approx(without.norms, rel=5e-6)
-    assert padded.aux_steps == pytest.approx(without.aux_steps, rel=1e-6)
-    for name, weight in padded.weights.items():
-        torch.testing.assert_close(weight, without.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    with bisect_if_it_fails(case, ranks, folder, options, LIMIT):
+        assert padded.losses == pytest.approx(without.losses, rel=1e-6) and len(padded.losses) == 3
+        assert padded.norms == pytest.approx(without.norms, rel=5e-6)
+        assert padded.aux_steps == pytest.approx(without.aux_steps, rel=1e-6)
+        for name, weight in padded.weights.items():
+            torch.testing.assert_close(weight, without.weights[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_padding_takes_other_tokens_first_to_last() -> None:

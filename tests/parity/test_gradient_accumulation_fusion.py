@@ -8,7 +8,7 @@ import torch
 
 from megaswift.losses.sft import CrossEntropy
 from tests.parity.cases import global_batch, own, parse
-from tests.parity.check import TRAIN, assert_within_limits
+from tests.parity.check import TRAIN, assert_within_limits, bisect_if_it_fails
 from tests.parity.compare import compare, table
 from tests.parity.measure import Task, build, full
 from tests.parity.oracle import Oracle, Recipe
@@ -46,7 +46,8 @@ def test_training_is_the_same(text: str, overlap: dict[str, bool], te_pool: Pool
     for got, way in zip((fused, apart), ways, strict=True):
         assert_within_limits(compare(got, want, recipe), case, te_pool, folder, way)
     differences = compare(fused, apart, recipe)
-    assert not any(d.bad for d in differences), "\n" + table(f"{text} fused, apart", differences)
+    with bisect_if_it_fails(case, te_pool, folder, overlap):
+        assert not any(d.bad for d in differences), "\n" + table(f"{text} fused, apart", differences)
 
 
 def fused_weights(rank: int, world: int, task: Task) -> tuple[set[str], set[str]]:

@@ -25,6 +25,7 @@ from megaswift.data.prompts.collate import RolloutCollator, RolloutTokens
 from megaswift.engine.document_attention import AttentionRule
 from megaswift.losses.contract import Batch, RequestedModelOutputs
 from tests.parity.cases import Case, own, parse
+from tests.parity.check import assert_within_limits, bisect_if_it_fails
 from tests.parity.compare import GRADIENT, LOSS, NORM, WEIGHT, Difference, number, table, tensors
 from tests.parity.measure import MIX, TEMPERATURE, MixedLoss, Task, build, full, recipe_options
 from tests.parity.models import VOCAB
@@ -243,22 +244,26 @@ def test_adapters_on_shared_prompts(engine: str, text: str, pool: Pool, referenc
         trained[name].data.copy_(tensor)
     plain = replace(case, tp=1, cp=1, pp=1)
     loss, _, _ = oracle.accumulate(collated(rollouts(case.total, 0), plain, False), mixed)
-    options = {"engine": engine, "train_type": "lora", "lora_rank": 4, "lora_alpha": 8.0, **AGAIN}
+    of_engine = {"engine": engine, **AGAIN}
+    options = {**of_engine, "train_type": "lora", "lora_rank": 4, "lora_alpha": 8.0}
     options["target_modules"] = ("q_proj", "v_proj", "down_proj")
     task = Task(case, folder, recipe, options=options)
     got, gradients = pool.run("tests.parity.test_prefix_sharing:adapter_gradients", task, case.world)[0]
     want = {n: p.grad for n, p in trained.items() if p.grad is not None}
     assert gradients.keys() == want.keys() == trained.keys()
     found = [number("loss", got, loss, LOSS), *tensors("gradient", gradients, want, GRADIENT)]
-    assert not any(d.bad for d in found), "\n" + table(f"{engine}, {case}", found)
+    # bisect records no adapters on torch engines: its step trains the whole model
+    assert_within_limits(found, case, pool, folder, of_engine, without="adapters and shared prompts")
 
 
 def check(case: Case, pool: Pool, references: References, options: Mapping[str, Any] = MappingProxyType({})) -> None:
     """A case against the oracle."""
     found, scored, logprobs = compared(case, pool, references, options)
-    assert not any(d.bad for d in found), "\n" + table(str(case), found)
-    for one, other in zip(scored, logprobs, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5)
+    folder = references.model(case.variant)
+    with bisect_if_it_fails(case, pool, folder, options, "shared prompts"):
+        assert not any(d.bad for d in found), "\n" + table(str(case), found)
+        for one, other in zip(scored, logprobs, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 def compared(
