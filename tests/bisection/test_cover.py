@@ -5,7 +5,7 @@ The adapters are new ones on every module, of which bisect has moved B.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
 
 import pytest
@@ -31,18 +31,9 @@ from tests.parity.pool import Pool
 AHEAD = [parse(text) for text in (*test_mtp.DEFAULT, "qwen3_5_moe-mtp dp2 ep2", "qwen3_5-mtp pp2 tied")]
 CASES = [*AHEAD, *(c for model in cover.SWITCHES for c in cover.default(model))]
 TE_CASES = [*map(parse, test_mtp.TRANSFORMER_ENGINE), *cover_te.default("dense"), *cover_te.default("moe")]
-UNKNOWN_TO_PEFT = ("deepseek_v3-dense tp2", "deepseek_v3-dense te tp2")
-"""PEFT takes the names of a dense MLP for those of experts in this family, and drops its adapters."""
-
-
-def parsed(texts: Sequence[str]) -> list[Case]:
-    """Cases that PEFT has."""
-    return [parse(text) for text in texts if text not in UNKNOWN_TO_PEFT]
-
-
-LORA_CASES = parsed([*test_lora.LAYOUTS, *test_lora.LATER, *test_lora.FAMILIES])
+LORA_CASES = [parse(text) for text in (*test_lora.LAYOUTS, *test_lora.LATER, *test_lora.FAMILIES)]
 LORA_CASES += [parse(text, model="gpt_oss") for text in (*test_lora_stacks.LAYOUTS, *test_lora_stacks.LATER)]
-LORA_TE_CASES = parsed([*test_lora_te.LAYOUTS, *test_lora_te.LATER])
+LORA_TE_CASES = [parse(text) for text in (*test_lora_te.LAYOUTS, *test_lora_te.LATER)]
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
@@ -82,9 +73,18 @@ def test_no_false_alarm_of_adapters_on_transformer_engines_layers(
     assert_no_alarm(case, tmp_path, te_pool, dtype, **dict(LORA))
 
 
-def test_adapters_that_peft_does_not_have(tmp_path: Path, pool: Pool) -> None:
+def test_adapters_that_peft_does_not_find(tmp_path: Path, pool: Pool) -> None:
+    """A folder that does not name all of its modules."""
+    case = parse("dense tp2")
+    model = models.build(case.variant, tmp_path / "model")
+    task = Task(case, model, tmp_path / "step", options=dict(LORA))
+    pool.run("tests.bisection.ranks:record", task, case.world)
+    (file,) = tmp_path.rglob("adapter_config.json")
+    config = json.loads(file.read_text())
+    config["target_modules"].remove("gate_proj")
+    file.write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"adapter on model.layers.0.mlp.gate_proj: has no counterpart in PEFT"):
-        assert_no_alarm(parse(UNKNOWN_TO_PEFT[0]), tmp_path, pool, "float32", **dict(LORA))
+        verdict(task)
 
 
 def test_no_false_alarm_of_quantized_weights(tmp_path: Path, pool: Pool) -> None:
