@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         task = load_config(None, without_local_rank(words, os.environ)).task
     except UserError as error:
         exit_worker(print_error_once(error, os.environ), os.environ)
-    return training.main(task, argv)
+    return training.main(task, words)
 
 
 if __name__ == "__main__":

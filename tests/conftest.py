@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from megaswift.error_exit import end_process
 from tests.parity.pool import Pool, close_shared, shared
 
 TE = (
@@ -69,15 +69,7 @@ def pytest_collection_finish() -> None:
     """From here on the collector looks at what tests make."""
     gc.freeze()
     gc.enable()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends the process, unless pytest has yet to say what was wrong with its arguments: Python would free for five
-    seconds what was imported."""
-    session = config.pluginmanager.getplugin("session")
-    if session is not None and session.exitstatus != pytest.ExitCode.USAGE_ERROR:
-        end_process(int(session.exitstatus))
+    atexit.register(gc.unfreeze)  # else Triton reports what is left at the end as leaked
 
 
 @pytest.hookimpl(optionalhook=True)

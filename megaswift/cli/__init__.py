@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megaswift.base.closed_stdout import ignore_closed_stdout
 from megaswift.base.command_words import HELP, refuse_unusable_words, unknown_command_error
-from megaswift.error_exit import end_past_calls_left_behind, end_process, print_error_once
+from megaswift.error_exit import end_past_calls_left_behind, print_error_once
 from megaswift.errors import UserError, storage_error
 from megaswift.options.tasks import TASKS
 from megaswift.version import __version__
@@ -302,8 +302,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if argv is None:  # this process is the command
             end_past_calls_left_behind(code)
-    if argv is None:
-        end_process(code)
     return code
 
 

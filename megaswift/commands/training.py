@@ -19,7 +19,7 @@ from megaswift.base.closed_stdout import ignore_closed_stdout
 from megaswift.base.command_words import help_topic
 from megaswift.config import SwiftConfig, load_config
 from megaswift.config.sections import NAMES, TRAINING
-from megaswift.error_exit import end_process, exit_worker, print_error_once
+from megaswift.error_exit import exit_worker, print_error_once
 from megaswift.errors import EXIT_OOM_RETRY, ConfigError, Problem, UserError, storage_error
 from megaswift.launchers import torchrun_launcher
 from megaswift.launchers.cluster_variables import take_cluster_variables
@@ -65,7 +65,7 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
         end_with_parent(os.environ)
     try:
         with unfinished_mark(os.environ):
-            code = _go(task, without_local_rank(words, os.environ))
+            return _go(task, without_local_rank(words, os.environ))
     except UserError as error:
         code = print_error_once(error, os.environ)
         if code == EXIT_OOM_RETRY and not is_launched_worker(os.environ):
@@ -78,10 +78,6 @@ def main(task: str, argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the loop, which saves its state; nothing is lost
         log.info("stopped")
         code = INTERRUPTED
-    else:
-        if argv is None:  # this process is the command
-            end_process(code)
-        return code
     exit_worker(code, os.environ)
 
 

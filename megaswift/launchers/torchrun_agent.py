@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megaswift.error_exit import end_process
 from megaswift.errors import EXIT_USER_ERROR
 from megaswift.launchers.finish_marks import FOLDER, unfinished_text
 from megaswift.launchers.node_end import EndedElsewhere, NodesEnd, end_run_on_all_nodes
@@ -91,4 +90,4 @@ def _run_to_end(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_process(main())
+    raise SystemExit(main())
