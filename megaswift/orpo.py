@@ -8,6 +8,7 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
     sys.path[:] = [_root, *(p for p in sys.path if p != _root and Path(p).resolve() != Path(_root, "megaswift"))]
 
 from megaswift.commands.training import main  # noqa: E402
+from megaswift.error_exit import end_process  # noqa: E402
 
 if __name__ == "__main__":
-    raise SystemExit(main("orpo"))
+    end_process(main("orpo"))

@@ -15,7 +15,7 @@ if not __package__:  # run as a file: python has put megaswift/ itself on the pa
 from megaswift.base.command_words import HELP  # noqa: E402
 from megaswift.commands import training  # noqa: E402
 from megaswift.config import load_config  # noqa: E402
-from megaswift.error_exit import exit_worker, print_error_once  # noqa: E402
+from megaswift.error_exit import end_process, exit_worker, print_error_once  # noqa: E402
 from megaswift.errors import UserError  # noqa: E402
 from megaswift.launchers.options.variables import without_local_rank  # noqa: E402
 
@@ -43,4 +43,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())

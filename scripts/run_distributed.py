@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from megaswift.commands import training  # noqa: E402
 from megaswift.config import load_config  # noqa: E402
-from megaswift.error_exit import print_error_once  # noqa: E402
+from megaswift.error_exit import end_process, print_error_once  # noqa: E402
 from megaswift.errors import ConfigError, Problem, UserError, did_you_mean_hint  # noqa: E402
 from megaswift.launchers import torchrun_launcher  # noqa: E402
 from megaswift.launchers.launcher import TrainingCommand  # noqa: E402
@@ -87,4 +87,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())

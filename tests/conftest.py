@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import os
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megaswift import error_exit
 from tests.parity.pool import Pool, close_shared, shared
 
 TE = (
@@ -62,6 +62,9 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OF
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 """torch looks up the name of each connection's address: a name service that is slow to answer must not make tests wait,
 in this process and those that it starts."""
+is_watched = error_exit.is_watched
+error_exit.is_watched = lambda: True
+"""A command that a test runs in this process does not end it."""
 gc.disable()  # what is imported and collected stays to the end: the collector would look through it again and again
 
 
@@ -69,7 +72,15 @@ def pytest_collection_finish() -> None:
     """From here on the collector looks at what tests make."""
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # else Triton reports what is left at the end as leaked
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the process: Python would free for five seconds what was imported."""
+    session = config.pluginmanager.getplugin("session")
+    if session is not None:
+        error_exit.is_watched = is_watched
+        error_exit.end_process(int(session.exitstatus))
 
 
 @pytest.hookimpl(optionalhook=True)

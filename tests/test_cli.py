@@ -416,6 +416,27 @@ def test_a_mistake_of_another_rank_alone_is_seen_once() -> None:
     assert len(said) == 1 and said[0].startswith("[rank ") and "row 7 is broken" in said[0]
 
 
+END = """
+import atexit, threading, time
+from megaswift.error_exit import end_process
+class Library:
+    def __del__(self):
+        print("freed")
+kept = Library()
+atexit.register(print, "registered")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+end_process(3)
+"""
+
+
+@pytest.mark.process
+def test_a_command_s_end_leaves_out_only_what_frees_objects(tmp_path: Path) -> None:
+    assert ran("-c", END) == (3, "thread\nregistered\n", "")
+    (tmp_path / "end.py").write_text(END)
+    _, profile, _ = ran("-m", "cProfile", str(tmp_path / "end.py"))
+    assert "function calls" in profile and "freed" in profile
+
+
 def test_a_restarted_attempt_speaks_again(capsys: pytest.CaptureFixture) -> None:
     shared = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": os.urandom(8).hex()}
     for attempt, speaks in (("0", True), ("0", False), ("1", True)):
@@ -426,7 +447,7 @@ def test_a_restarted_attempt_speaks_again(capsys: pytest.CaptureFixture) -> None
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_a_file_for_launchers(task: str) -> None:
     text = (ROOT / "megaswift" / f"{task}.py").read_text(encoding="utf-8")
-    assert f'raise SystemExit(main("{task}"))' in text
+    assert f'end_process(main("{task}"))' in text
 
 
 def test_only_commands_that_exist_are_listed() -> None:

@@ -8,6 +8,7 @@ if not __package__:  # run as a file: python has put its folder on the path, whe
     sys.path[:] = [str(_here.parents[2]), *(p for p in sys.path if not Path(p).resolve().is_relative_to(_here.parent))]
 
 from megaswift.cli import main  # noqa: E402
+from megaswift.error_exit import end_process  # noqa: E402
 
 if __name__ == "__main__":
-    raise SystemExit(main(["export", *sys.argv[1:]]))
+    end_process(main(["export", *sys.argv[1:]]))

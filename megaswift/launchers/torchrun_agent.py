@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megaswift.error_exit import end_process
 from megaswift.errors import EXIT_USER_ERROR
 from megaswift.launchers.finish_marks import FOLDER, unfinished_text
 from megaswift.launchers.node_end import EndedElsewhere, NodesEnd, end_run_on_all_nodes
@@ -90,4 +91,4 @@ def _run_to_end(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    end_process(main())
