@@ -76,9 +76,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Ends the process: Python would free for five seconds what was imported."""
+    """Ends the process, unless pytest has yet to say what was wrong with its arguments: Python would free for five
+    seconds what was imported."""
     session = config.pluginmanager.getplugin("session")
-    if session is not None:
+    if session is not None and session.exitstatus != pytest.ExitCode.USAGE_ERROR:
         error_exit.is_watched = is_watched
         error_exit.end_process(int(session.exitstatus))
 
