@@ -225,11 +225,11 @@ def test_no_server_and_no_folder_are_told(kind: str, model: Path, tmp_path: Path
 
 
 def test_a_server_that_starts_later_is_waited_for(model: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     backend = Vllm(model)
-    with ThreadPoolExecutor(1) as pool:
+    with socket.socket() as held, ThreadPoolExecutor(1) as pool:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server may have the port, nobody else
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
         made = pool.submit(client, "vllm_server", model, f"http://127.0.0.1:{port}", sync_folder=tmp_path, wait=30)
         time.sleep(0.3)
         with serving(backend, port=port):
