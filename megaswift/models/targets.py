@@ -186,15 +186,21 @@ def partial_expert_problems(family: Family, spec: ModelSpec, chosen: Sequence[Pr
     return []
 
 
-def dora_problems(chosen: Sequence[Projection], label: str) -> list[Problem]:
-    """What keeps DoRA from these projections: PEFT refuses it for parameters, and transformers keeps the experts of all
-    families so."""
-    experts = list(dict.fromkeys(p.leaf for p in chosen if is_expert(p)))
+def dora_problems(chosen: Sequence[Projection], label: str, names: Collection[str] = ()) -> list[Problem]:
+    """Report projections that DoRA cannot have: PEFT (0.21) refuses it for parameters, and transformers keeps the
+    experts of all families so.
+
+    Args:
+        chosen: The targets.
+        label: What the user gave.
+        names: Those of experts in the family, which PEFT takes for these parameters in other modules too.
+    """
+    unfit = list(dict.fromkeys(p.leaf for p in chosen if is_expert(p) or p.leaf in names))
     rule = (
-        "is not supported for experts (PEFT implements DoRA for modules, transformers stores experts as stacked "
-        f"parameters), and {', '.join(experts)} of experts are among the targets"
+        "is not supported for experts and modules with their names (PEFT takes them for stacked parameters, which have "
+        f"no DoRA), and {', '.join(unfit)} {'is' if len(unfit) == 1 else 'are'} among the targets"
     )
-    return [Problem(label, rule, "use --target_modules for attention alone, or plain LoRA")] if experts else []
+    return [Problem(label, rule, "use --target_modules for attention alone, or plain LoRA")] if unfit else []
 
 
 def _no_parameter(name: str, candidates: Sequence[Projection]) -> Problem:

@@ -177,6 +177,11 @@ def test_experts_and_lacking_magnitudes_are_refused(references: References, tmp_
         peft.get_peft_model(AutoModelForCausalLM.from_pretrained(moe), config)
     with pytest.raises(ConfigError, match="--use_dora true: is not supported for experts"):
         adapter_plan_from_lora_config(LoraConfig(use_dora=True), plan_of(moe))
+    dense_mlps = plan_of(references.model("deepseek_v3-dense"))
+    with pytest.raises(ConfigError, match="gate_proj, up_proj, down_proj are among the targets"):
+        adapter_plan_from_lora_config(LoraConfig(use_dora=True), dense_mlps)
+    attention = adapter_plan_from_lora_config(LoraConfig(use_dora=True, target_modules=("o_proj",)), dense_mlps)
+    assert {a.projection.leaf for a in attention.adapters} == {"o_proj"}
     with pytest.raises(WeightsError, match="use_dora: is not supported for experts"):
         PeftFolder(lora.make_adapter(moe, tmp_path / "a", ALL, use_dora=True)).plan(plan_of(moe))
     adapter = lora.make_adapter(dense, tmp_path / "b", ALL)

@@ -46,6 +46,7 @@ from megaswift.models.options.model import ModelConfig
 from megaswift.models.targets import (
     Projection,
     dora_problems,
+    expert_leaves,
     modules_to_save_tensor_names,
     partial_expert_problems,
     select_projections,
@@ -309,7 +310,7 @@ def adapter_target_and_folder_problems(cfg: SwiftConfig, spec: ModelSpec) -> lis
     except UserError as error:
         problems += error.problems
     if lora.use_dora:
-        problems += dora_problems(targets, "--use_dora true")
+        problems += dora_problems(targets, "--use_dora true", expert_leaves(family))
     if lora.use_dora and cfg.model.train_type == "qlora":
         problems.append(qlora.NO_DORA)
     return problems

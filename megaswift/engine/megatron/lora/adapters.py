@@ -34,6 +34,7 @@ from megaswift.models.heads import NEW, head_names
 from megaswift.models.targets import (
     WEIGHT,
     dora_problems,
+    expert_leaves,
     modules_to_save_tensor_names,
     partial_expert_problems,
     select_projections,
@@ -61,7 +62,7 @@ def adapter_plan_from_lora_config(cfg: LoraConfig, weights: WeightPlan) -> Adapt
     spec = weights.spec
     chosen = select_projections(family, spec, cfg.target_modules, cfg.target_parameters)
     unfit = partial_expert_problems(family, spec, chosen)
-    unfit += dora_problems(chosen, "--use_dora true") if cfg.use_dora else []
+    unfit += dora_problems(chosen, "--use_dora true", expert_leaves(family)) if cfg.use_dora else []
     if unfit:
         raise ConfigError(unfit)
     saved = modules_to_save_tensor_names(family, spec, cfg.modules_to_save)
