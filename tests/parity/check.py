@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.bisection.ranks import RECORD, explained
-from tests.parity.cases import Case
+from tests.parity import models
+from tests.parity.cases import Case, parse
 from tests.parity.compare import Difference, compare, table
 from tests.parity.measure import Task
 from tests.parity.oracle import Reference
@@ -79,6 +81,19 @@ def bisect_if_it_fails(
     except AssertionError as failure:
         failure.add_note(explained(case, pool, folder, options, recorder=recorder, of=of, without=without))
         raise
+
+
+def assert_vision_within_limits(differences: list[Difference], title: str, pool: Pool, engine: str, ranks: int) -> None:
+    """Fail with a table unless all differences of a vision-language model are within their limits.
+
+    bisect does not record such models: it takes a step of a text model on the same engine.
+    """
+    if any(d.bad for d in differences):
+        case = parse("dense single" if ranks == 1 else f"dense dp{ranks}")
+        with TemporaryDirectory() as folder:
+            model = models.build(case.variant, Path(folder))
+            with bisect_if_it_fails(case, pool, model, {"engine": engine}, "images and what reads them"):
+                raise AssertionError(f"\n{table(title, differences)}")
 
 
 def against_hugging_face(case: Case, got: Reference, references: References) -> list[Difference]:

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from tests.parity import videos, vision
-from tests.parity.compare import number, table, tensors
+from tests.parity.check import assert_vision_within_limits
+from tests.parity.compare import number, tensors
 from tests.parity.pool import ROOT, Pool
 from tests.parity.vision_preferences import PairTask
 
@@ -59,17 +60,25 @@ def check(ranks: Pool, made: Made, kind: str, engine: str, count: int, **options
     folder, data, want = made[kind]
     extra = {"gradient_accumulation_steps": 4 // count} | TRAINS_ALL | options
     got = ranks.run("tests.parity.vision:train", vision.Task(folder, data, engine, extra), count)[0]
-    compare(got, want, (1e-6, 5e-6), f"{kind}, {engine} on {count}, {options}")
+    compare(got, want, (1e-6, 5e-6), f"{kind}, {options}", ranks, engine, count)
 
 
-def compare(got: vision.Reference, want: vision.Reference, limits: tuple[float, float], label: str) -> None:
+def compare(
+    got: vision.Reference,
+    want: vision.Reference,
+    limits: tuple[float, float],
+    label: str,
+    ranks: Pool,
+    engine: str,
+    count: int,
+) -> None:
     """Loss and gradients, in limits."""
     for gradients in (got.gradients, want.gradients):  # a softmax does not see what is added to all keys
         for name in [n for n in gradients if n.endswith("k_proj.bias") and "vision" in n]:
             assert float(gradients.pop(name).abs().max()) < 1e-6
     differences = [number("loss", got.loss, want.loss, limits[0])]
     differences += tensors("gradient", got.gradients, want.gradients, limits[1])
-    assert not any(d.bad for d in differences), table(label, differences)
+    assert_vision_within_limits(differences, f"{label}, {engine} on {count}", ranks, engine, count)
     assert any(float(g.abs().max()) for n, g in got.gradients.items() if "vis" in n), "no gradient reaches the tower"
 
 
@@ -119,7 +128,7 @@ def test_preferences_equal_the_formula(kind: str, engine: str, count: int, ranks
         0
     ]
     want = ranks.run("tests.parity.videos:dpo_reference", (folder, 4), 1)[0]
-    compare(got, want, (2e-6, 1e-5), f"{kind}, dpo, {engine} on {count}")
+    compare(got, want, (2e-6, 1e-5), f"{kind}, dpo", ranks, engine, count)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.parity import vision
-from tests.parity.compare import number, table, tensors
+from tests.parity.check import assert_vision_within_limits
+from tests.parity.compare import number, tensors
 from tests.parity.pool import Pool
 from tests.parity.vision_preferences import GAMMA, PairTask, pairs, reference
 from tests.trainers.vision_rows import write_pairs
@@ -56,7 +57,7 @@ def test_equals_transformers(kind: str, task: str, where: tuple[str, int], rows:
         for name in [n for n in gradients if n.endswith("k_proj.bias") and "vision" in n]:
             assert float(gradients.pop(name).abs().max()) < 1e-6
     differences = [number("loss", got.loss, want.loss, 2e-6), *tensors("gradient", got.gradients, want.gradients, 1e-5)]
-    assert not any(d.bad for d in differences), table(f"{kind}, {task}, {engine} on {ranks}", differences)
+    assert_vision_within_limits(differences, f"{kind}, {task}, {engine} on {ranks}", pool, engine, ranks)
     assert any(float(g.abs().max()) for n, g in got.gradients.items() if "vis" in n), "no gradient reaches the tower"
     turned = [{**row, "images": other["images"]} for row, other in zip(first, [*first[1:], first[0]], strict=True)]
     assert abs(reference(folder, turned, task).loss - want.loss) > 1e-4, "the images do not matter"
