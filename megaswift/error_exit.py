@@ -36,8 +36,8 @@ calls_left_behind: list[str] = []
 
 
 def end_past_calls_left_behind(code: int) -> None:
-    """Where a library was left behind in a call, ends the process here, with `code` or the error that is under way:
-    what the library does at exit would wait for the call."""
+    """End the process here if a library was left behind in a call, with `code` or the error that is under way: what the
+    library does at exit would wait for the call."""
     if not calls_left_behind:
         return
     error = sys.exc_info()[1]
@@ -50,11 +50,11 @@ def end_past_calls_left_behind(code: int) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends a command's process with `code` once its threads have ended and the functions registered with atexit have
+    """End a command's process with `code`, once its threads have ended and the functions registered with atexit have
     run.
 
-    Python would then free the objects of all libraries, for a second in each process of a run. Under a profiler or a
-    debugger, which work on after the command, it does so.
+    Python would go on to free the objects of all libraries, which takes each process of a run about a second. It does
+    so only under a profiler or a debugger, which have work left when the command is done.
     """
     if is_watched():
         raise SystemExit(code)

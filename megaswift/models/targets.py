@@ -58,7 +58,7 @@ class Projection:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a user may call it: a parameter goes by its own name only, as in PEFT."""
+        """Return what a user may call it: a parameter goes by its own name only, as in PEFT."""
         return (self.stack,) if self.stack else (self.module, self.megatron)
 
 
@@ -154,8 +154,8 @@ def is_expert(projection: Projection) -> bool:
 
 
 def expert_leaves(family: Family) -> set[str]:
-    """Return the last names of modules that are experts' in a model of the family, even if this one has none:
-    `gate_proj`."""
+    """Return the last parts of experts' module names in the family, such as `gate_proj`, even if this model has no
+    experts."""
     rules = [rule for rule in family.weights if rule.scope == "expert" and not rule.stacked]
     return {hf.removesuffix(WEIGHT).rsplit(".", 1)[-1] for rule in rules for hf in rule.hf}
 

@@ -254,7 +254,9 @@ def queue_summary_rows(cfg: SwiftConfig, steps: int, images: bool = False) -> It
         elif bound > steps:
             parts.append("new weights wait until all completions are written")
         if rollout.staleness_strategy == "drop":
-            parts.append(f"finished draws come first{', and those that become too old are dropped' * interrupts}")
+            parts.append("finished draws come first")
+            if interrupts:
+                parts.append("those that become too old are dropped")
         yield "queue", "; ".join(parts)
     if rollout.save_rollouts is not None:
         yield "rollouts", f"written to {rollout.save_rollouts}"

@@ -50,7 +50,7 @@ def test_the_queue_and_the_record_on_the_screen() -> None:
             "queue",
             (
                 "sampling goes on during training, at most 4 steps behind; new weights interrupt completions; finished "
-                "draws come first, and those that become too old are dropped"
+                "draws come first; those that become too old are dropped"
             ),
         ),
         ("rollouts", "written to saved"),
